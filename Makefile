@@ -1,0 +1,65 @@
+# `make demo` and `make test` are the two commands; both install what they need into .venv first.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+PEERS ?= .venv-peers
+
+python := $(VENV)/bin/python
+stamp := $(VENV)/.installed
+peers_stamp := $(PEERS)/.installed
+# Peers of the benchmarks. They live in a venv of their own, so that nothing of theirs can leak into the checks.
+peers := laplace-torch==0.3 curvlinops-for-pytorch backpack-for-pytorch asdfghjkl torch==2.13.0
+# Files that begin with an underscore are shared by the benchmarks and are none themselves.
+benchmarks = $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
+
+export MPLBACKEND ?= Agg
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint style types imports peers bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(stamp) ## create .venv and install lapwing with the pinned versions
+
+# setuptools goes first, and the build uses it: a pin does not reach into an isolated build environment.
+$(stamp): pyproject.toml constraints.txt
+	test -x $(python) || $(PYTHON) -m venv $(VENV)
+	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $@
+
+demo: $(stamp) ## a posterior in under a minute; writes docs/images/demo.png
+	$(python) -m lapwing.applications.demo
+
+test: $(stamp) ## tests and doctests, warnings are errors
+	$(python) -m pytest
+
+lint: style types imports ## style, types and the direction of imports
+
+style: $(stamp)
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+
+types: $(stamp)
+	$(VENV)/bin/basedpyright --pythonpath $(python)
+
+imports: $(stamp)
+	$(python) -m pytest -q tests/test_imports.py
+
+peers: $(peers_stamp) ## create .venv-peers with the libraries that benchmarks compare with
+
+# torchvision comes along as a dependency, linked against another torch, and then breaks whatever imports it.
+$(peers_stamp): pyproject.toml
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(peers) -e .
+	$(PEERS)/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
+bench: $(peers_stamp) ## run every benchmark, peers measured in the same run
+	@set -e; for file in $(benchmarks); do echo "== $$file"; $(PEERS)/bin/python "$$file"; done
+
+clean: ## remove caches and build products; venvs and results stay
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests benchmarks experiments docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
