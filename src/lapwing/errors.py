@@ -1,0 +1,39 @@
+"""Exceptions and warnings of lapwing: every message says what was found, what was expected, and the remedy.
+
+All errors derive from `LapwingError`; those about the user's input are also `ValueError`s, so that code which
+catches the built-in keeps working.
+"""
+
+from __future__ import annotations
+
+
+class LapwingError(Exception):
+    """Base of every error that lapwing raises on purpose."""
+
+
+class DataError(LapwingError, ValueError):
+    """A batch, a loader or a target is empty, non-finite or of the wrong shape."""
+
+
+class LikelihoodError(LapwingError, ValueError):
+    """Targets or outputs do not fit the likelihood, or the likelihood cannot do what was asked."""
+
+
+class ModelError(LapwingError, ValueError):
+    """The model cannot be linearised as it is: train mode, coupled samples, no trainable parameters, wrong device."""
+
+
+class UnsupportedOperationError(ModelError):
+    """A parameter is used by an operation that the requested structure has no rule for."""
+
+
+class ParameterError(LapwingError, ValueError):
+    """A parameter selection, a flat vector or an index does not fit the parameter space."""
+
+
+class CurvatureError(LapwingError, ValueError):
+    """A curvature or a precision is not what the operation needs: not PSD, wrong size, a prior it cannot carry."""
+
+
+class LapwingWarning(UserWarning):
+    """Category of every warning that lapwing issues."""

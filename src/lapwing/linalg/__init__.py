@@ -1,0 +1,32 @@
+"""Linear algebra of curvature: structures that meet the contracts of `psd.py`. Torch only; knows no networks."""
+
+from lapwing.linalg.blocks import Block, Blocks, BlocksPrecision
+from lapwing.linalg.dense import CholeskyPrecision, Dense, EigenPrecision
+from lapwing.linalg.diagonal import Diagonal, DiagonalPrecision
+from lapwing.linalg.eigenbasis import Kronecker, KroneckerPrecision, Term, nearest_kronecker
+from lapwing.linalg.psd import Curvature, LinearMap, Precision
+from lapwing.linalg.rows import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece, Segments
+
+__all__ = [
+    "Block",
+    "Blocks",
+    "BlocksPrecision",
+    "CholeskyPrecision",
+    "Curvature",
+    "Dense",
+    "DenseRows",
+    "Diagonal",
+    "DiagonalPrecision",
+    "EigenPrecision",
+    "Kronecker",
+    "KroneckerPrecision",
+    "LinearMap",
+    "LookupRows",
+    "MatrixLayout",
+    "OuterRows",
+    "Piece",
+    "Precision",
+    "Segments",
+    "Term",
+    "nearest_kronecker",
+]

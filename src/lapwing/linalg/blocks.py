@@ -1,0 +1,147 @@
+"""Blocks: a block-diagonal curvature whose blocks are any of the other structures, each on its own parameters.
+
+Every operation is the blocks' own; memory and cost are their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import CurvatureError
+from lapwing.linalg.psd import Curvature, Precision, check_prior
+from lapwing.linalg.rows import DenseRows, Piece, Segments, rows_of
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A curvature in the local coordinates of `segments`; `name` is for people."""
+
+    name: str
+    segments: Segments
+    curvature: Curvature
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Curvature):
+    """Block-diagonal; the segments of the blocks cover 0..size without overlap."""
+
+    size: int
+    blocks: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        covered = sorted(interval for block in self.blocks for interval in block.segments.intervals)
+        at = 0
+        for start, stop in covered:
+            if start != at:
+                raise CurvatureError(f"blocks leave out or repeat position {min(at, start)}; expected each once.")
+            at = stop
+        if at != self.size:
+            raise CurvatureError(f"blocks cover {at} positions; expected {self.size} (= P).")
+
+    def _zip(self, other: Blocks) -> zip:
+        self._same_kind(other)
+        if [b.segments for b in self.blocks] != [b.segments for b in other.blocks]:
+            raise CurvatureError("cannot add block-diagonal curvatures with different blocks; fit both the same way.")
+        return zip(self.blocks, other.blocks, strict=True)
+
+    def __add__(self, other: Blocks) -> Blocks:
+        blocks = (Block(a.name, a.segments, a.curvature + b.curvature) for a, b in self._zip(other))
+        return Blocks(self.size, tuple(blocks))
+
+    def __mul__(self, scale: float | Tensor) -> Blocks:
+        return Blocks(self.size, tuple(Block(b.name, b.segments, b.curvature * scale) for b in self.blocks))
+
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        out = torch.empty_like(v)
+        for block in self.blocks:
+            block.segments.scatter(block.curvature.mv(block.segments.gather(v)), out)
+        return out
+
+    def diagonal(self) -> Float[Tensor, " params"]:
+        parts = [block.curvature.diagonal() for block in self.blocks]
+        out = parts[0].new_empty(self.size)
+        for block, part in zip(self.blocks, parts, strict=True):
+            block.segments.scatter(part, out)
+        return out
+
+    def dense(self) -> Float[Tensor, "params params"]:
+        parts = [block.curvature.dense() for block in self.blocks]
+        out = parts[0].new_zeros(self.size, self.size)
+        position = torch.arange(self.size, device=out.device)
+        for block, part in zip(self.blocks, parts, strict=True):
+            where = block.segments.gather(position)
+            out[where[:, None], where[None, :]] = part
+        return out
+
+    def with_prior(self, precision: float | Tensor) -> BlocksPrecision:
+        delta = check_prior(precision, self.size, self.blocks[0].curvature.diagonal())
+        parts = []
+        for block in self.blocks:
+            local = delta if delta.dim() == 0 else block.segments.gather(delta)
+            parts.append((block.segments, block.curvature.with_prior(local)))
+        return BlocksPrecision(self.size, tuple(parts))
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksPrecision(Precision):
+    size: int
+    parts: tuple[tuple[Segments, Precision], ...]
+
+    def _gathered(self, values: Sequence[Tensor]) -> Tensor:
+        """Parts in flat order, out of place so that gradients in the prior flow."""
+        position = torch.cat(
+            [
+                torch.arange(start, stop, device=values[0].device)
+                for segments, _ in self.parts
+                for start, stop in segments.intervals
+            ]
+        )
+        return torch.cat(list(values), dim=-1)[..., position.argsort()]
+
+    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return self._gathered([part.solve(segments.gather(v)) for segments, part in self.parts])
+
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        return self._gathered([part.draw(n, generator) for _, part in self.parts])
+
+    def logdet(self) -> Float[Tensor, ""]:
+        return torch.stack([part.logdet() for _, part in self.parts]).sum()
+
+    def variance(self) -> Float[Tensor, " params"]:
+        return self._gathered([part.variance() for _, part in self.parts])
+
+    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        assigned: list[list[Piece]] = [[] for _ in self.parts]
+        for piece in pieces:
+            for i, local in self._route(piece):
+                assigned[i].append(local)
+        grams = [
+            precision.quadratic(local)
+            for (_, precision), local in zip(self.parts, assigned, strict=True)
+            if local
+        ]
+        count, batch = rows_of(pieces[0])
+        if not grams:
+            return self.variance().new_zeros(batch, count, count)
+        return torch.stack(grams).sum(0)
+
+    def _route(self, piece: Piece) -> list[tuple[int, Piece]]:
+        """The blocks a piece belongs to, in their coordinates; a piece over several blocks is taken apart."""
+        for i, (segments, _) in enumerate(self.parts):
+            if all(segments.contains(segment) for segment in piece.segments):
+                return [(i, piece.moved(segments))]
+        apart = piece.split()
+        if len(apart) > 1:
+            return [routed for part in apart for routed in self._route(part)]
+        if not isinstance(piece, DenseRows):
+            raise CurvatureError(f"rows of parameters {piece.segments} cut across blocks; use one block per parameter.")
+        routed: list[tuple[int, Piece]] = []
+        for i, (segments, _) in enumerate(self.parts):
+            cuts = [piece.cut(interval) for interval in segments.intervals]
+            routed += [(i, cut.moved(segments)) for cut in cuts if cut is not None]
+        return routed

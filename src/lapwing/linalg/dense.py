@@ -1,0 +1,142 @@
+"""Dense: the whole matrix [P, P]. Memory O(P^2); one eigendecomposition O(P^3), then isotropic priors cost O(P).
+
+    >>> import torch
+    >>> H = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+    >>> H.with_prior(1.0).logdet().exp().round(decimals=4)     # (2+1)^2 - 1
+    tensor(8.)
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import CurvatureError
+from lapwing.linalg.psd import Curvature, Precision, check_positive, check_prior, eigh, normal
+from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, assemble, chunks, rows_of
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Curvature):
+    """A full curvature matrix in flat parameter order."""
+
+    matrix: Float[Tensor, "params params"]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.matrix.shape[-1]
+
+    def __add__(self, other: Dense) -> Dense:
+        self._same_kind(other)
+        return Dense(self.matrix + other.matrix)
+
+    def __mul__(self, scale: float | Tensor) -> Dense:
+        return Dense(self.matrix * scale)
+
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return v @ self.matrix
+
+    def diagonal(self) -> Float[Tensor, " params"]:
+        return self.matrix.diagonal()
+
+    def dense(self) -> Float[Tensor, "params params"]:
+        return self.matrix
+
+    @cached_property
+    def eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues [P] and vectors [P, P], computed once."""
+        return eigh(self.matrix)
+
+    def with_prior(self, precision: float | Tensor) -> DensePrecision:
+        delta = check_prior(precision, self.size, self.matrix)
+        if delta.dim() == 0:
+            values, vectors = self.eigen
+            check_positive((values + delta).detach(), "curvature + prior")
+            return EigenPrecision(vectors, values + delta)
+        # a prior that differs between parameters has its own eigenvectors: Cholesky is the cheaper decomposition
+        factor, info = torch.linalg.cholesky_ex(self.matrix + delta.diag())
+        if int(info):
+            raise CurvatureError(
+                "curvature + prior is not positive definite; expected every prior precision > 0 where the curvature "
+                "is singular. Use a larger prior precision; a Hessian away from a minimum is indefinite, the GGN never is."
+            )
+        return CholeskyPrecision(factor)
+
+
+class DensePrecision(Precision):
+    """A precision held as a factor F with F F^T = precision^-1: subclasses say how to multiply by it."""
+
+    @abstractmethod
+    def whiten(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        """v F."""
+
+    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        count, batch = rows_of(pieces[0])
+        out = []
+        for rows in chunks(batch, 2 * 8 * count * self.size, DEFAULT_BUDGET):
+            white = self.whiten(assemble(pieces, self.size, rows)).transpose(0, 1)
+            out.append(white @ white.mT)
+        return torch.cat(out)
+
+
+@dataclass(frozen=True, eq=False)
+class EigenPrecision(DensePrecision):
+    """U diag(values) U^T."""
+
+    vectors: Float[Tensor, "params params"]
+    values: Float[Tensor, " params"]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.values.shape[-1]
+
+    def whiten(self, v: Tensor) -> Tensor:
+        return (v @ self.vectors) * self.values.rsqrt()
+
+    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return ((v @ self.vectors) / self.values) @ self.vectors.mT
+
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        return (normal((n, self.size), self.values, generator) * self.values.rsqrt()) @ self.vectors.mT
+
+    def logdet(self) -> Float[Tensor, ""]:
+        return self.values.log().sum()
+
+    def variance(self) -> Float[Tensor, " params"]:
+        return self.vectors.square() @ self.values.reciprocal()
+
+
+@dataclass(frozen=True, eq=False)
+class CholeskyPrecision(DensePrecision):
+    """L L^T, L lower triangular."""
+
+    factor: Float[Tensor, "params params"]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.factor.shape[-1]
+
+    def whiten(self, v: Tensor) -> Tensor:
+        flat = v.reshape(-1, self.size)
+        return torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT.reshape(v.shape)
+
+    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        flat = v.reshape(-1, self.size)
+        return torch.cholesky_solve(flat.mT, self.factor).mT.reshape(v.shape)
+
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        noise = normal((n, self.size), self.factor, generator)
+        return torch.linalg.solve_triangular(self.factor.mT, noise.mT, upper=True).mT
+
+    def logdet(self) -> Float[Tensor, ""]:
+        return 2 * self.factor.diagonal().log().sum()
+
+    def variance(self) -> Float[Tensor, " params"]:
+        eye = torch.eye(self.size, dtype=self.factor.dtype, device=self.factor.device)
+        return torch.linalg.solve_triangular(self.factor, eye, upper=False).square().sum(0)

@@ -1,0 +1,76 @@
+"""Diagonal: one number per parameter. Memory and every operation O(P).
+
+    >>> import torch
+    >>> Diagonal(torch.tensor([3.0, 1.0])).with_prior(1.0).variance()
+    tensor([0.2500, 0.5000])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.linalg.gram import weighted_gram
+from lapwing.linalg.psd import Curvature, Precision, check_finite, check_positive, check_prior, normal
+from lapwing.linalg.rows import Piece
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(Curvature):
+    """The diagonal of a curvature."""
+
+    values: Float[Tensor, " params"]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.values.shape[-1]
+
+    def __add__(self, other: Diagonal) -> Diagonal:
+        self._same_kind(other)
+        return Diagonal(self.values + other.values)
+
+    def __mul__(self, scale: float | Tensor) -> Diagonal:
+        return Diagonal(self.values * scale)
+
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return v * self.values
+
+    def diagonal(self) -> Float[Tensor, " params"]:
+        return self.values
+
+    def dense(self) -> Float[Tensor, "params params"]:
+        return self.values.diag()
+
+    def with_prior(self, precision: float | Tensor) -> DiagonalPrecision:
+        check_finite(self.values, "the diagonal")
+        total = self.values + check_prior(precision, self.size, self.values)
+        check_positive(total.detach(), "curvature + prior")
+        return DiagonalPrecision(total)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalPrecision(Precision):
+    values: Float[Tensor, " params"]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.values.shape[-1]
+
+    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return v / self.values
+
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        return normal((n, self.size), self.values, generator) * self.values.rsqrt()
+
+    def logdet(self) -> Float[Tensor, ""]:
+        return self.values.log().sum()
+
+    def variance(self) -> Float[Tensor, " params"]:
+        return self.values.reciprocal()
+
+    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        return weighted_gram(pieces, self.variance())

@@ -1,0 +1,328 @@
+"""Kronecker: one layer's curvature G (x) A / count, with its eigenbasis Q_G (x) Q_A. Memory O(O^2 + I^2).
+
+The weight [O, I] is flat row-major, so the matrix is G (x) A in flat order; a bias is the last column, [a; 1].
+K independent groups (grouped convolution) are K such products. The two sums and the count are stored and the
+product is formed last, so any split of the data into batches gives the same curvature. An embedding's input side is
+diagonal (token counts) and stored as such.
+
+    >>> import torch
+    >>> layout = MatrixLayout(0, (1, 2), (0, 1), groups=1, rows=1, cols=2)
+    >>> A, G = torch.diag(torch.tensor([4.0, 2.0])), torch.tensor([[3.0]])
+    >>> Kronecker(layout, (Term(A[None], G[None], 2.0),)).diagonal()
+    tensor([6., 3.])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import CurvatureError
+from lapwing.linalg.gram import matrix_gram, outer_gram
+from lapwing.linalg.psd import Curvature, Precision, check_positive, check_prior, eigh_psd, normal
+from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, OuterRows, Piece, assemble, chunks, rows_of
+
+Factor = Tensor
+"""[K, d, d], or [K, d] for a diagonal matrix."""
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """Sums over data of one role of a weight: column side A [K, width, width], row side G [K, O, O], and the count."""
+
+    cols: Factor
+    rows: Factor
+    count: float
+
+    def __add__(self, other: Term) -> Term:
+        return Term(_add(self.cols, other.cols), _add(self.rows, other.rows), self.count + other.count)
+
+
+@dataclass(frozen=True, eq=False)
+class Kronecker(Curvature):
+    """G (x) A / count for one weight and its bias.
+
+    `terms` has one entry per role the weight plays: one, except where it is also used transposed or as a lookup
+    table (tied weights). Several roles are combined into the nearest single Kronecker product in Frobenius norm.
+    `joint_bias=False` drops the correlation of weight and bias. `factored_damping` adds the prior to the factors,
+    (A + w sqrt(d)) (x) (G + sqrt(d) / w) with w = sqrt(tr A dim G / (tr G dim A)) (thesis 4.25, trace norm), instead
+    of to the product.
+    """
+
+    layout: MatrixLayout
+    terms: tuple[Term, ...]
+    joint_bias: bool = True
+    factored_damping: bool = False
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.layout.groups * self.layout.rows * self.layout.width
+
+    def __add__(self, other: Kronecker) -> Kronecker:
+        """Adds the sums and the counts: the curvature of both data sets, as if estimated in one pass."""
+        self._same_kind(other)
+        if len(self.terms) != len(other.terms):
+            raise CurvatureError(f"cannot add {len(other.terms)} Kronecker terms to {len(self.terms)}.")
+        return replace(self, terms=tuple(a + b for a, b in zip(self.terms, other.terms, strict=True)))
+
+    def __mul__(self, scale: float | Tensor) -> Kronecker:
+        return replace(self, terms=tuple(replace(term, rows=term.rows * scale) for term in self.terms))
+
+    @cached_property
+    def factors(self) -> tuple[Factor, Factor]:
+        """A and G with the curvature G (x) A: the count is divided out of A."""
+        if len(self.terms) == 1:
+            (term,) = self.terms
+            return term.cols / max(term.count, 1), term.rows
+        return nearest_kronecker(self.terms)
+
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        cols, rows = self.factors
+        matrix = self.layout.gather(v)
+        out = torch.empty_like(matrix)
+        for part in self._parts(self.joint_bias):
+            out[..., part] = _apply(matrix[..., part], _cut(cols, part), rows)
+        return self._flat(out)
+
+    def diagonal(self) -> Float[Tensor, " params"]:
+        cols, rows = self.factors
+        return self._flat(_diag(rows)[:, :, None] * _diag(cols)[:, None, :])
+
+    def dense(self) -> Float[Tensor, "params params"]:
+        return self.mv(torch.eye(self.size, dtype=self.terms[0].rows.dtype, device=self.terms[0].rows.device))
+
+    def _parts(self, joint: bool) -> list[slice]:
+        if joint or self.layout.bias is None:
+            return [slice(0, self.layout.width)]
+        return [slice(0, self.layout.cols), slice(self.layout.cols, self.layout.width)]
+
+    def _flat(self, matrix: Float[Tensor, "*batch groups rows width"]) -> Float[Tensor, "*batch params"]:
+        out = matrix.new_zeros(*matrix.shape[:-3], self.size)
+        self.layout.scatter_add(matrix, out)
+        return out
+
+    @cached_property
+    def _eigen_rows(self) -> tuple[Tensor, Tensor | None]:
+        return _eigen(self.factors[1], "the output factor of a Kronecker block")
+
+    @cached_property
+    def _eigen_joint(self) -> list[tuple[Tensor, Tensor | None]]:
+        return [_eigen(_cut(self.factors[0], part), "an input factor") for part in self._parts(joint=True)]
+
+    @cached_property
+    def _eigen_separate(self) -> list[tuple[Tensor, Tensor | None]]:
+        return [_eigen(_cut(self.factors[0], part), "an input factor") for part in self._parts(joint=False)]
+
+    def with_prior(self, precision: float | Tensor) -> KroneckerPrecision:
+        """Exact for one precision, or one for the weight and one for the bias (which then decouples the two)."""
+        deltas = self._priors(check_prior(precision, self.size, self.terms[0].rows))
+        joint = self.joint_bias and len(deltas) == 1
+        row_values, row_vectors = self._eigen_rows
+        parts = []
+        for i, (part, (col_values, col_vectors)) in enumerate(
+            zip(self._parts(joint), self._eigen_joint if joint else self._eigen_separate, strict=True)
+        ):
+            delta = deltas[min(i, len(deltas) - 1)]
+            if self.factored_damping:
+                values = _factored(row_values, col_values, delta)
+            else:
+                values = row_values[:, :, None] * col_values[:, None, :] + delta
+            check_positive(values.detach(), "Kronecker curvature + prior")
+            parts.append(EigenPart(part, row_vectors, col_vectors, values))
+        return KroneckerPrecision(self.layout, tuple(parts))
+
+    def _priors(self, delta: Tensor) -> list[Tensor]:
+        """One prior precision for the block, or one each for weight and bias."""
+        if delta.dim() == 0:
+            return [delta]
+        matrix = self.layout.gather(delta)
+        parts = [matrix[..., part] for part in self._parts(joint=False)]
+        for values in parts:
+            if bool((values != values.reshape(-1)[0]).any()):
+                raise CurvatureError(
+                    "the prior precision differs within one weight; a Kronecker block carries one value per weight and "
+                    "one per bias. Use a layerwise or per-tensor prior, or a diagonal, block or full structure."
+                )
+        if len(parts) == 2 and bool(parts[0].reshape(-1)[0] == parts[1].reshape(-1)[0]):
+            parts = [matrix]
+        return [values.mean() for values in parts]
+
+
+@dataclass(frozen=True, eq=False)
+class EigenPart:
+    """Columns `part` of the matrix: Q_G [.] Q_A^T with precision eigenvalues [K, O, width of part]."""
+
+    part: slice
+    row_vectors: Tensor | None
+    col_vectors: Tensor | None
+    values: Float[Tensor, "groups rows cols"]
+
+    def rotate(self, matrix: Tensor) -> Tensor:
+        """Q_G^T M Q_A."""
+        matrix = matrix if self.row_vectors is None else self.row_vectors.mT @ matrix
+        return matrix if self.col_vectors is None else matrix @ self.col_vectors
+
+    def rotate_back(self, matrix: Tensor) -> Tensor:
+        matrix = matrix if self.row_vectors is None else self.row_vectors @ matrix
+        return matrix if self.col_vectors is None else matrix @ self.col_vectors.mT
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerPrecision(Precision):
+    """Q diag(values) Q^T with Q = Q_G (x) Q_A."""
+
+    layout: MatrixLayout
+    parts: tuple[EigenPart, ...]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.layout.groups * self.layout.rows * self.layout.width
+
+    def _map(self, matrix: Tensor, function) -> Tensor:
+        out = torch.cat([function(part, matrix[..., part.part]) for part in self.parts], dim=-1)
+        flat = out.new_zeros(*out.shape[:-3], self.size)
+        self.layout.scatter_add(out, flat)
+        return flat
+
+    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return self._map(self.layout.gather(v), lambda part, m: part.rotate_back(part.rotate(m) / part.values))
+
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        shape = (n, self.layout.groups, self.layout.rows, self.layout.width)
+        noise = normal(shape, self.parts[0].values, generator)
+        return self._map(noise, lambda part, z: part.rotate_back(z * part.values.rsqrt()))
+
+    def logdet(self) -> Float[Tensor, ""]:
+        return torch.stack([part.values.log().sum() for part in self.parts]).sum()
+
+    def variance(self) -> Float[Tensor, " params"]:
+        def squared(vectors: Tensor | None) -> Tensor | None:
+            return None if vectors is None else vectors.square()
+
+        def diagonal(part: EigenPart, _: Tensor) -> Tensor:
+            rotation = replace(part, row_vectors=squared(part.row_vectors), col_vectors=squared(part.col_vectors))
+            return rotation.rotate_back(part.values.reciprocal())
+
+        shape = (self.layout.groups, self.layout.rows, self.layout.width)
+        return self._map(self.parts[0].values.new_empty(shape), diagonal)
+
+    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        if len(pieces) == 1 and isinstance(pieces[0], OuterRows) and pieces[0].layout == self.layout:
+            piece = pieces[0]
+            if piece.shared == 1:
+                return self._outer(piece)
+            # rotate the factors, not the matrix: T (O^2 + I^2) instead of O I (O + I) per row, whichever is less
+            if piece.shared * (self.layout.rows + self.layout.width) < self.layout.rows * self.layout.width:
+                return self._rotated(piece)
+        return self._formed(pieces)
+
+    def _outer(self, piece: OuterRows) -> Tensor:
+        """Without sharing: cov = sum_j (g Q_G)_j (g' Q_G)_j [(a Q_A)^2 D^T]_j."""
+        left, right = piece.left[:, :, 0], piece.right[:, 0]
+        grams = []
+        for part in self.parts:
+            rotated = _rotate_vectors(left, part.row_vectors)
+            inputs = _rotate_vectors(right[..., part.part], part.col_vectors)
+            grams.append(outer_gram(rotated, inputs, part.values.reciprocal()))
+        return torch.stack(grams).sum(0)
+
+    def _rotated(self, piece: OuterRows) -> Tensor:
+        count, batch = rows_of(piece)
+        total = []
+        for rows in chunks(batch, 3 * 8 * count * self.size, DEFAULT_BUDGET):
+            grams = []
+            for part in self.parts:
+                left = _rotate_vectors(piece.left[:, rows], part.row_vectors)
+                right = _rotate_vectors(piece.right[rows][..., part.part], part.col_vectors)
+                matrix = left.permute(0, 1, 3, 4, 2) @ right.permute(0, 2, 1, 3)
+                grams.append(matrix_gram(matrix.flatten(2), part.values.reciprocal().flatten()))
+            total.append(torch.stack(grams).sum(0))
+        return torch.cat(total)
+
+    def _formed(self, pieces: Sequence[Piece]) -> Tensor:
+        count, batch = rows_of(pieces[0])
+        total = []
+        for rows in chunks(batch, 4 * 8 * count * self.size, DEFAULT_BUDGET):
+            if len(pieces) == 1 and isinstance(pieces[0], OuterRows) and pieces[0].layout == self.layout:
+                matrix = pieces[0].matrix(rows)
+            else:
+                matrix = self.layout.gather(assemble(pieces, self.size, rows))
+            grams = [
+                matrix_gram(part.rotate(matrix[..., part.part]).flatten(2), part.values.reciprocal().flatten())
+                for part in self.parts
+            ]
+            total.append(torch.stack(grams).sum(0))
+        return torch.cat(total)
+
+
+def nearest_kronecker(terms: Sequence[Term]) -> tuple[Factor, Factor]:
+    """A and G that minimise |G (x) A - sum_i G_i (x) A_i / count_i| in Frobenius norm, for each group.
+
+    The minimiser lies in the spans of the A_i and G_i with non-negative coefficients (a Perron vector), so it is PSD;
+    it is found by power iteration on the matrices of inner products.
+    """
+    cols, rows = _same_form([term.cols for term in terms]), _same_form([term.rows for term in terms])
+    count = torch.tensor([max(term.count, 1) for term in terms], dtype=rows.dtype, device=rows.device)
+    col_gram = torch.einsum("i k d, j k d -> k i j", cols.flatten(2), cols.flatten(2))
+    row_gram = torch.einsum("i k d, j k d -> k i j", rows.flatten(2), rows.flatten(2))
+    step = (col_gram / count) @ (row_gram / count)
+    coefficients = torch.ones(rows.shape[1], len(terms), 1, dtype=rows.dtype, device=rows.device)
+    tiny = torch.finfo(rows.dtype).tiny
+    for _ in range(200):
+        coefficients = step.mT @ coefficients
+        coefficients = coefficients / coefficients.amax(1, keepdim=True).clamp_min(tiny)
+    coefficients = (coefficients.squeeze(-1) / count).mT
+    row = torch.einsum("i k, i k ... -> k ...", coefficients, rows)
+    norm = row.flatten(1).square().sum(1).clamp_min(tiny)
+    weights = torch.einsum("i k d, k d -> i k", rows.flatten(2), row.flatten(1)) / norm / count[:, None]
+    return torch.einsum("i k, i k ... -> k ...", weights, cols), row
+
+
+def _same_form(factors: Sequence[Factor]) -> Tensor:
+    if len({factor.dim() for factor in factors}) > 1:
+        factors = [factor if factor.dim() == 3 else torch.diag_embed(factor) for factor in factors]
+    return torch.stack(list(factors))
+
+
+def _add(a: Factor, b: Factor) -> Factor:
+    return _same_form([a, b]).sum(0)
+
+
+def _diag(factor: Factor) -> Tensor:
+    return factor if factor.dim() == 2 else factor.diagonal(dim1=1, dim2=2)
+
+
+def _cut(factor: Factor, part: slice) -> Factor:
+    return factor[:, part] if factor.dim() == 2 else factor[:, part, part]
+
+
+def _apply(matrix: Tensor, cols: Factor, rows: Factor) -> Tensor:
+    """G M A for each group."""
+    matrix = matrix * rows[:, :, None] if rows.dim() == 2 else rows @ matrix
+    return matrix * cols[:, None, :] if cols.dim() == 2 else matrix @ cols
+
+
+def _eigen(factor: Factor, what: str) -> tuple[Tensor, Tensor | None]:
+    return (factor, None) if factor.dim() == 2 else eigh_psd(factor, what)
+
+
+def _rotate_vectors(vectors: Float[Tensor, "*batch groups d"], rotation: Tensor | None) -> Tensor:
+    if rotation is None:
+        return vectors
+    if rotation.shape[0] == 1:
+        return vectors @ rotation[0]
+    return (vectors.unsqueeze(-2) @ rotation).squeeze(-2)
+
+
+def _factored(row_values: Tensor, col_values: Tensor, delta: Tensor) -> Tensor:
+    """Eigenvalues of (A + w sqrt(d) I) (x) (G + sqrt(d) / w I), w = sqrt(tr A dim G / (tr G dim A))."""
+    tiny = torch.finfo(row_values.dtype).tiny
+    mean_col, mean_row = col_values.mean(1).clamp_min(tiny), row_values.mean(1).clamp_min(tiny)
+    omega = (mean_col / mean_row).sqrt()
+    root = delta.sqrt()
+    return (row_values + root / omega[:, None])[:, :, None] * (col_values + root * omega[:, None])[:, None, :]

@@ -1,0 +1,52 @@
+"""Weighted Gram matrices of factored rows: sum_p row[r,n,p] weight[p] row[s,n,p], one [R, R] matrix per data point.
+
+Without weight sharing the row of a layer is g (x) a, and the sum is (g * (a^2 W^T)) g^T: O(N O I + N R^2 O) work
+and no row is ever formed. With sharing the rows are formed one group of parameters at a time, within the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, OuterRows, Piece, assemble, chunks, connected, rows_of
+
+
+def outer_gram(
+    left: Float[Tensor, "r n groups rows"],
+    right: Float[Tensor, "n groups width"],
+    weight: Float[Tensor, "groups rows width"],
+) -> Float[Tensor, "n r r"]:
+    """Rows left (x) right without sharing: sum over (k, o, i) of l_r l_s right^2 weight."""
+    inner = torch.einsum("n k i, k o i -> n k o", right.square(), weight).flatten(1)
+    flat = left.flatten(2).transpose(0, 1)
+    return (flat * inner.unsqueeze(1)) @ flat.mT
+
+
+def matrix_gram(rows: Float[Tensor, "r n size"], weight: Float[Tensor, " size"]) -> Float[Tensor, "n r r"]:
+    """Rows spelled out, one group of parameters."""
+    flat = rows.transpose(0, 1)
+    return (flat * weight) @ flat.mT
+
+
+def weighted_gram(pieces: Sequence[Piece], weight: Float[Tensor, " size"]) -> Float[Tensor, "n r r"]:
+    """The weighted Gram matrix of rows given by pieces in the coordinates of `weight`."""
+    count, batch = rows_of(pieces[0])
+    total = weight.new_zeros(batch, count, count)
+    for segments, group in connected(pieces):
+        local = segments.gather(weight)
+        only = group[0]
+        if len(group) == 1 and isinstance(only, DenseRows):
+            total = total + matrix_gram(only.values, local)
+        elif len(group) == 1 and isinstance(only, OuterRows) and only.shared == 1:
+            total = total + outer_gram(only.left[:, :, 0], only.right[:, 0], only.layout.gather(local))
+        else:
+            grams = [
+                matrix_gram(assemble(group, segments.size, rows), local)
+                for rows in chunks(batch, 3 * 8 * count * segments.size, DEFAULT_BUDGET)
+            ]
+            total = total + torch.cat(grams)
+    return total

@@ -1,0 +1,184 @@
+"""The two contracts every structure meets: `Curvature` [P, P], a sum over data points, and `Precision` = curvature + prior.
+
+A curvature adds and scales; a precision solves, draws, and has a log-determinant. A structure decomposes itself once,
+when the first precision is asked of it; every further prior then costs O(P) or so, and `logdet`, `solve` and
+`covariance` are differentiable in the prior precision.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Protocol, Self
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lapwing.errors import CurvatureError, LapwingWarning
+from lapwing.linalg.rows import Piece
+
+
+class LinearMap(Protocol):
+    """The Jacobian of a network at a batch of inputs: [B, C, P], never spelled out unless asked."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def outputs(self) -> int: ...
+
+    def mv(self, v: Float[Tensor, " params"]) -> Float[Tensor, "batch *out"]: ...
+
+    def rmv(self, u: Float[Tensor, "batch *out"]) -> Float[Tensor, " params"]: ...
+
+    def rows(self) -> Float[Tensor, "batch outputs params"]: ...
+
+    def parts(self) -> Iterator[LinearMap]:
+        """The same map for consecutive sub-batches, each small enough for the memory budget."""
+        ...
+
+    def pieces(self) -> list[Piece]:
+        """The rows in factored form, one cotangent per output."""
+        ...
+
+
+class Curvature(ABC):
+    """A symmetric positive semi-definite matrix [P, P] (or a Hessian, which may be indefinite), summed over data."""
+
+    size: int
+
+    @abstractmethod
+    def __add__(self, other: Self) -> Self:
+        """The curvature of the union of two data sets, at the same parameters."""
+
+    @abstractmethod
+    def __mul__(self, scale: float | Tensor) -> Self: ...
+
+    @abstractmethod
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
+
+    @abstractmethod
+    def diagonal(self) -> Float[Tensor, " params"]: ...
+
+    @abstractmethod
+    def dense(self) -> Float[Tensor, "params params"]:
+        """The matrix in flat parameter order; O(P^2) memory, for small P and for tests."""
+
+    @abstractmethod
+    def with_prior(self, precision: float | Tensor) -> Precision:
+        """Curvature + diag(precision): a number for an isotropic prior, or a vector [P]."""
+
+    def __rmul__(self, scale: float | Tensor) -> Self:
+        return self * scale
+
+    def _same_kind(self, other: object) -> None:
+        if type(other) is not type(self) or getattr(other, "size", None) != self.size:
+            raise CurvatureError(
+                f"cannot add {type(other).__name__} to {type(self).__name__} of size {self.size}; expected the same "
+                "structure over the same parameters. Fit both with one estimator and one parameter space."
+            )
+
+
+class Precision(ABC):
+    """A symmetric positive definite matrix [P, P] that is solved with, sampled from and integrated."""
+
+    size: int
+
+    @abstractmethod
+    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
+
+    @abstractmethod
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        """n draws from N(0, precision^-1)."""
+
+    @abstractmethod
+    def logdet(self) -> Float[Tensor, ""]: ...
+
+    @abstractmethod
+    def variance(self) -> Float[Tensor, " params"]:
+        """The diagonal of the inverse."""
+
+    @abstractmethod
+    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        """row[r,n] precision^-1 row[s,n]^T for rows in factored form, one data point at a time."""
+
+    def covariance(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs outputs"]:
+        """J precision^-1 J^T of every input: the functional covariance, without [B, C, P]."""
+        return torch.cat([self.quadratic(part.pieces()) for part in linear_map.parts()])
+
+    def inverse_trace(self, groups: Int[Tensor, " params"] | None = None) -> Float[Tensor, " groups"]:
+        """Trace of the inverse, per group of parameters (group numbers 0..k as from `ParamSpace.groups`)."""
+        variance = self.variance()
+        if groups is None:
+            return variance.sum().unsqueeze(0)
+        return variance.new_zeros(int(groups.max()) + 1).index_add(0, groups, variance)
+
+
+# -- shared checks and decompositions -----------------------------------------------------------------------------
+
+
+def check_prior(precision: float | Tensor, size: int, like: Tensor) -> Float[Tensor, ""] | Float[Tensor, " size"]:
+    """The prior precision as a tensor: a scalar or [size], finite and not negative."""
+    delta = torch.as_tensor(precision, dtype=like.dtype, device=like.device)
+    if delta.numel() == 1:
+        delta = delta.reshape(())
+    elif delta.shape != (size,):
+        raise CurvatureError(
+            f"prior precision has shape {tuple(delta.shape)}; expected one number or a vector of {size} (= P)."
+        )
+    if not bool(torch.isfinite(delta).all()):
+        raise CurvatureError("prior precision is NaN or infinite; expected finite numbers >= 0.")
+    if bool((delta < 0).any()):
+        raise CurvatureError(f"prior precision is negative ({float(delta.min()):.3g}); expected numbers >= 0.")
+    return delta
+
+
+def check_finite(matrix: Tensor, what: str) -> None:
+    if not bool(torch.isfinite(matrix).all()):
+        raise CurvatureError(f"{what} holds NaN or infinite entries; expected finite ones. Check the data and the loss.")
+
+
+def check_positive(values: Tensor, what: str) -> None:
+    """Eigenvalues of a precision must be > 0."""
+    if bool((values <= 0).any()):
+        raise CurvatureError(
+            f"{what} is not positive definite (smallest eigenvalue {float(values.min()):.3g}); expected > 0. Use a "
+            "larger prior precision; a Hessian away from a minimum is indefinite, the GGN never is."
+        )
+
+
+def eigh(matrix: Float[Tensor, "*batch p p"]) -> tuple[Float[Tensor, "*batch p"], Float[Tensor, "*batch p p"]]:
+    """Eigenvalues and vectors, computed in float64 and returned in the dtype of the matrix; rounding clamped at zero.
+
+    Eigenvalues below zero by no more than the rounding of the input's dtype become 0. Clearly negative ones are kept
+    (a Hessian has them).
+    """
+    check_finite(matrix, "the matrix to decompose")
+    values, vectors = torch.linalg.eigh(matrix.double())
+    tolerance = rounding(matrix) * values.abs().amax(-1, keepdim=True)
+    values = torch.where((values < 0) & (values >= -tolerance), torch.zeros_like(values), values)
+    return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
+def eigh_psd(matrix: Float[Tensor, "*batch p p"], what: str) -> tuple[Tensor, Tensor]:
+    """As `eigh`, for matrices that are PSD by construction: negative eigenvalues are clamped, and said so if clear."""
+    values, vectors = eigh(matrix)
+    if bool((values < 0).any()):
+        warnings.warn(
+            f"{what} has eigenvalue {float(values.min()):.3g} (largest {float(values.max()):.3g}); clamped at zero.",
+            LapwingWarning,
+            stacklevel=3,
+        )
+        values = values.clamp_min(0)
+    return values, vectors
+
+
+def rounding(matrix: Tensor) -> float:
+    """Relative size of eigenvalue errors that summation in this dtype can explain."""
+    return 10 * max(matrix.shape[-1], 10) * torch.finfo(matrix.dtype).eps
+
+
+def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(*shape, dtype=like.dtype, device=like.device, generator=generator)

@@ -1,0 +1,252 @@
+"""Rows of a Jacobian in factored form, and where their entries live in the flat vector.
+
+A *row* belongs to one cotangent r and one data point n. A `Piece` holds a batch of rows [R, N] restricted to some
+parameters, without spelling them out:
+
+    OuterRows   row = sum_t left[r,n,t] (x) right[n,t]     memory R N T O + N T I   instead of R N O I
+    LookupRows  row = sum_t onehot(index[n,t]) (x) left[r,n,t]     (an embedding table)
+    DenseRows   row spelled out                                    (vectors, and whatever has no structure)
+
+`MatrixLayout` says which entries of the flat vector make up the matrix [K, O, I], K independent groups of rows
+(grouped convolutions; K = 1 otherwise), with the bias as last column when there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Segment = tuple[int, int]
+DEFAULT_BUDGET = 2**28
+"""Bytes that one intermediate of a fit or a prediction may take; work is cut into chunks that fit."""
+
+
+def chunks(total: int, bytes_per_item: int, budget: int) -> Iterator[slice]:
+    """Consecutive slices of range(total), each within the budget (at least one item)."""
+    step = max(1, min(total, budget // max(1, bytes_per_item)))
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Disjoint intervals of the flat vector, glued together into local coordinates 0..size."""
+
+    intervals: tuple[Segment, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.intervals)
+
+    def gather(self, v: Float[Tensor, "*batch flat"]) -> Float[Tensor, "*batch local"]:
+        parts = [v[..., start:stop] for start, stop in self.intervals]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def scatter(self, local: Float[Tensor, "*batch local"], out: Float[Tensor, "*batch flat"]) -> None:
+        at = 0
+        for start, stop in self.intervals:
+            out[..., start:stop] = local[..., at : at + stop - start]
+            at += stop - start
+
+    def contains(self, segment: Segment) -> bool:
+        return any(start <= segment[0] and segment[1] <= stop for start, stop in self.intervals)
+
+    def local(self, position: int) -> int:
+        at = 0
+        for start, stop in self.intervals:
+            if start <= position < stop:
+                return at + position - start
+            at += stop - start
+        raise IndexError(f"position {position} lies in none of {self.intervals}")
+
+
+def merge_segments(segments: Sequence[Segment]) -> Segments:
+    """The union of intervals, as sorted disjoint ones."""
+    merged: list[Segment] = []
+    for start, stop in sorted(set(segments)):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return Segments(tuple(merged))
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """Entries start..start+numel, stored as `stored` axes, permuted by `order` and read as [groups, rows, cols].
+
+    `bias`, when given, is the start of groups*rows entries that form the last column. A weight used transposed or a
+    transposed convolution differs only in `order`: the flat order of the parameter is never changed.
+    """
+
+    start: int
+    stored: tuple[int, ...]
+    order: tuple[int, ...]
+    groups: int
+    rows: int
+    cols: int
+    bias: int | None = None
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        weight = (self.start, self.start + prod(self.stored))
+        return (weight,) if self.bias is None else (weight, (self.bias, self.bias + self.groups * self.rows))
+
+    @property
+    def width(self) -> int:
+        """Number of columns, the bias included."""
+        return self.cols + (self.bias is not None)
+
+    def gather(self, v: Float[Tensor, "*batch flat"]) -> Float[Tensor, "*batch groups rows width"]:
+        lead = v.shape[:-1]
+        weight = v[..., self.start : self.start + prod(self.stored)].reshape(*lead, *self.stored)
+        weight = weight.permute(*range(len(lead)), *(len(lead) + axis for axis in self.order))
+        weight = weight.reshape(*lead, self.groups, self.rows, self.cols)
+        if self.bias is None:
+            return weight
+        bias = v[..., self.bias : self.bias + self.groups * self.rows].reshape(*lead, self.groups, self.rows, 1)
+        return torch.cat([weight, bias], dim=-1)
+
+    def scatter_add(self, matrix: Float[Tensor, "*batch groups rows width"], out: Float[Tensor, "*batch flat"]) -> None:
+        lead = matrix.shape[:-3]
+        weight = matrix[..., : self.cols].reshape(*lead, *(self.stored[axis] for axis in self.order))
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        weight = weight.permute(*range(len(lead)), *(len(lead) + axis for axis in back))
+        out[..., self.start : self.start + prod(self.stored)] += weight.reshape(*lead, prod(self.stored))
+        if self.bias is not None:
+            bias = matrix[..., self.cols].reshape(*lead, self.groups * self.rows)
+            out[..., self.bias : self.bias + self.groups * self.rows] += bias
+
+    def moved(self, to: Segments) -> MatrixLayout:
+        """The same layout in the local coordinates of `to`."""
+        return replace(self, start=to.local(self.start), bias=None if self.bias is None else to.local(self.bias))
+
+
+@dataclass(frozen=True)
+class OuterRows:
+    """row[r,n] = sum_t left[r,n,t,k] (x) right[n,t,k] in the matrix [K, O, width] of `layout`."""
+
+    layout: MatrixLayout
+    left: Float[Tensor, "r n t groups rows"]
+    right: Float[Tensor, "n t groups width"]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.layout.segments
+
+    @property
+    def shared(self) -> int:
+        """T, the number of positions that share the weight within one data point."""
+        return self.left.shape[2]
+
+    def matrix(self, rows: slice) -> Float[Tensor, "r n groups rows width"]:
+        left, right = self.left[:, rows], self.right[rows]
+        if self.shared == 1:
+            return left[:, :, 0, :, :, None] * right[None, :, 0, :, None, :]
+        # [r, n, k, o, t] @ [n, k, t, i]: one batched product, the t axis contracted
+        return left.permute(0, 1, 3, 4, 2) @ right.permute(0, 2, 1, 3)
+
+    def add_to(self, out: Float[Tensor, "r n flat"], rows: slice) -> None:
+        self.layout.scatter_add(self.matrix(rows), out)
+
+    def moved(self, to: Segments) -> OuterRows:
+        return replace(self, layout=self.layout.moved(to))
+
+    def split(self) -> list[Piece]:
+        """The weight's rows and the bias' rows apart."""
+        if self.layout.bias is None:
+            return [self]
+        weight = replace(self, layout=replace(self.layout, bias=None), right=self.right[..., :-1])
+        bias = torch.einsum("r n t k o, n t k -> r n k o", self.left, self.right[..., -1])
+        return [weight, DenseRows(self.layout.bias, bias.flatten(2))]
+
+
+@dataclass(frozen=True)
+class LookupRows:
+    """row[r,n] = sum_t onehot(index[n,t]) (x) left[r,n,t] in the table [V, E] of `layout` (groups = 1)."""
+
+    layout: MatrixLayout
+    left: Float[Tensor, "r n t features"]
+    index: Int[Tensor, "n t"]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.layout.segments
+
+    def add_to(self, out: Float[Tensor, "r n flat"], rows: slice) -> None:
+        left, index = self.left[:, rows], self.index[rows]
+        table = left.new_zeros(left.shape[0], left.shape[1], self.layout.rows, self.layout.cols)
+        table.scatter_add_(2, index[None, :, :, None].expand_as(left), left)
+        self.layout.scatter_add(table.unsqueeze(2), out)
+
+    def moved(self, to: Segments) -> LookupRows:
+        return replace(self, layout=self.layout.moved(to))
+
+    def split(self) -> list[Piece]:
+        return [self]
+
+
+@dataclass(frozen=True)
+class DenseRows:
+    """row[r,n] spelled out, for the entries start..start+size."""
+
+    start: int
+    values: Float[Tensor, "r n size"]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return ((self.start, self.start + self.values.shape[-1]),)
+
+    def add_to(self, out: Float[Tensor, "r n flat"], rows: slice) -> None:
+        out[..., self.start : self.start + self.values.shape[-1]] += self.values[:, rows]
+
+    def moved(self, to: Segments) -> DenseRows:
+        return replace(self, start=to.local(self.start))
+
+    def split(self) -> list[Piece]:
+        return [self]
+
+    def cut(self, segment: Segment) -> DenseRows | None:
+        """The part that lies in `segment`."""
+        start, stop = max(self.start, segment[0]), min(self.segments[0][1], segment[1])
+        return DenseRows(start, self.values[..., start - self.start : stop - self.start]) if start < stop else None
+
+
+Piece = OuterRows | LookupRows | DenseRows
+
+
+def rows_of(piece: Piece) -> tuple[int, int]:
+    """(R, N) of a piece."""
+    values = piece.values if isinstance(piece, DenseRows) else piece.left
+    return values.shape[0], values.shape[1]
+
+
+def assemble(pieces: Sequence[Piece], size: int, rows: slice) -> Float[Tensor, "r n size"]:
+    """The rows spelled out: [R, n, size] for the data points in `rows`. The caller keeps n within a budget."""
+    first = pieces[0]
+    like = first.values if isinstance(first, DenseRows) else first.left
+    out = like.new_zeros(like.shape[0], rows.stop - rows.start, size)
+    for piece in pieces:
+        piece.add_to(out, rows)
+    return out
+
+
+def connected(pieces: Sequence[Piece]) -> list[tuple[Segments, list[Piece]]]:
+    """Pieces grouped so that pieces of different groups share no parameter; each group in its local coordinates."""
+    groups: list[tuple[list[Segment], list[Piece]]] = []
+    for piece in pieces:
+        segments, members = list(piece.segments), [piece]
+        apart = []
+        for other_segments, others in groups:
+            if any(a[0] < b[1] and b[0] < a[1] for a in segments for b in other_segments):
+                segments, members = other_segments + segments, others + members
+            else:
+                apart.append((other_segments, others))
+        groups = [*apart, (segments, members)]
+    merged = [(merge_segments(segments), members) for segments, members in groups]
+    return [(segments, [piece.moved(segments) for piece in members]) for segments, members in merged]
