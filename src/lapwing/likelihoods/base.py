@@ -1,0 +1,313 @@
+"""The contract of an output distribution p(y | f): what curvature, evidence and prediction need to know of it.
+
+A network output f holds, for each of B data points, one vector of C numbers per position. Layouts: [B, C],
+[B, T, C] (class axis last), [B, C, H, W] and [B, C, D, H, W] (class axis 1); `class_axis` overrides that rule, e.g.
+`class_axis=1` for [B, C, L]. `to_last` brings every layout to [*lead, C] with lead[0] = B; positions lead[1:] are
+independent given f, so second derivatives are C x C blocks, one per position.
+
+    log_prob      [B]             log p(y | f), summed over positions, every constant included
+    grad          shape of f      d(-log p)/df
+    hessian       [*lead, C, C]   d^2(-log p)/df^2
+    hessian_sqrt  [*lead, C, R]   S with S S^T = psd_hessian: the Hessian itself where `convex`
+    fisher        [*lead, C, C]   E_{y ~ p(.|f)}[grad grad^T]
+    fisher_sqrt   [*lead, C, R]
+    sample        a target        y ~ p(. | f), fresh at each call
+
+Cost: O(positions x C) for vectors and O(positions x C x C) for matrices; nothing loops over data in Python. Outputs in
+float16 or bfloat16 are computed, and returned, in float32. `check` reads the values of the targets (one reduction); the
+other methods look at shape, dtype and device only, so that they neither synchronise a GPU nor break under `vmap`.
+
+>>> import torch
+>>> from lapwing.likelihoods import Gaussian
+>>> f, y = torch.zeros(1, 2, 4, 4), torch.ones(1, 2, 4, 4)
+>>> Gaussian().to_last(f).shape, Gaussian().grad(f, y).unique().item()   # f - y = -1 for unit variance
+(torch.Size([1, 4, 4, 2]), -1.0)
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from lapwing.errors import DataError, LikelihoodError
+
+
+@dataclass(frozen=True, eq=False)
+class Likelihood(ABC):
+    """Output distribution p(y | f). Finals that factor over positions extend `Positionwise`."""
+
+    convex: ClassVar[bool]
+    """True when -log p is convex in f for every y, so that `hessian_sqrt` factorises the exact Hessian."""
+
+    class_axis: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.class_axis == 0:
+            raise LikelihoodError(
+                message("class_axis=0", "an axis after the batch axis", "use class_axis=-1 or class_axis=1")
+            )
+
+    # -- layout
+
+    def to_last(self, f: Shaped[Tensor, "batch *outputs"]) -> Shaped[Tensor, "*lead C"]:
+        """View with the class axis last: [*lead, C], lead[0] = B."""
+        return f.movedim(self._axis(f), -1)
+
+    def from_last(
+        self, f_last: Shaped[Tensor, "*lead C"], shape: torch.Size | None = None
+    ) -> Shaped[Tensor, "batch *outputs"]:
+        """Undo `to_last`. `shape` is that of the original outputs; only `from_function` needs it."""
+        return f_last.movedim(-1, self._axis(f_last))
+
+    def _axis(self, f: Tensor) -> int:
+        if f.ndim < 2:
+            raise LikelihoodError(
+                message(
+                    f"outputs of shape {tuple(f.shape)}",
+                    "a batch axis and an output axis, [B, C], [B, T, C] or [B, C, H, W]",
+                    "add the output axis: f.unsqueeze(-1)",
+                )
+            )
+        if self.class_axis is None:
+            return f.ndim - 1 if f.ndim <= 3 else 1
+        axis = self.class_axis + f.ndim if self.class_axis < 0 else self.class_axis
+        if not 1 <= axis < f.ndim:
+            raise LikelihoodError(
+                message(
+                    f"class_axis={self.class_axis} for outputs of shape {tuple(f.shape)}",
+                    f"an axis from 1 to {f.ndim - 1}",
+                    "set class_axis to the axis that holds the classes, or leave it None",
+                )
+            )
+        return axis
+
+    # -- checks
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        """Raise `LikelihoodError` or `DataError` unless y is a valid target for f. Reads y once."""
+        self._check_metadata(f, y)
+        invalid = self._invalid(f, y)
+        if not bool(invalid.any()):
+            return
+        index = invalid.nonzero()[0].tolist()
+        value = y[tuple(index)].item()
+        found = f"{type(self).__name__} target {value} at index {index} ({int(invalid.sum())} such values)"
+        expected, remedy = self._domain(f)
+        if y.is_floating_point() and not bool(torch.isfinite(y[tuple(index)])):
+            remedy = f"remove or impute the missing targets, data point {index[0]} of this batch first"
+            raise DataError(message(found, "finite targets", remedy))
+        raise LikelihoodError(message(found, expected, remedy))
+
+    def _check_outputs(self, f: Tensor) -> None:
+        self._axis(f)
+        if not f.is_floating_point():
+            raise LikelihoodError(
+                message(f"outputs of dtype {f.dtype}", "floating-point outputs", "pass the network's raw outputs")
+            )
+
+    def _check_metadata(self, f: Tensor, y: Tensor) -> None:
+        self._check_outputs(f)
+        if y.device != f.device:
+            raise LikelihoodError(
+                message(
+                    f"targets on {y.device} and outputs on {f.device}", "one device", f"move them: y.to('{f.device}')"
+                )
+            )
+        self._check_target(f, y)
+
+    @abstractmethod
+    def _check_target(self, f: Tensor, y: Tensor) -> None:
+        """Shape and dtype of y; values are left to `_invalid`."""
+
+    @abstractmethod
+    def _invalid(self, f: Tensor, y: Tensor) -> Bool[Tensor, "*target"]:
+        """True where a value of y is outside the support, NaN and infinity included."""
+
+    @abstractmethod
+    def _domain(self, f: Tensor) -> tuple[str, str]:
+        """What `_invalid` accepts, and the remedy, in words."""
+
+    # -- the distribution
+
+    @abstractmethod
+    def log_prob(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, " batch"]:
+        """log p(y_n | f_n) for each data point, summed over its positions, with every constant."""
+
+    @abstractmethod
+    def grad(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "batch *outputs"]:
+        """Gradient of the negative log-likelihood in f."""
+
+    @abstractmethod
+    def hessian(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "*lead C C"]:
+        """Exact Hessian of the negative log-likelihood in f; indefinite where not `convex`."""
+
+    @abstractmethod
+    def hessian_sqrt(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "*lead C R"]:
+        """S with S S^T = `psd_hessian(f, y)`."""
+
+    @abstractmethod
+    def psd_hessian(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "*lead C C"]:
+        """The Hessian where `convex`, else the positive semi-definite substitute that the final class states."""
+
+    @abstractmethod
+    def fisher(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "*lead C C"]:
+        """E[grad grad^T] over y ~ p(. | f)."""
+
+    @abstractmethod
+    def fisher_sqrt(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "*lead C R"]:
+        """S with S S^T = `fisher(f)`."""
+
+    @abstractmethod
+    def sample(self, f: Float[Tensor, "batch *outputs"], generator: torch.Generator | None = None) -> Tensor:
+        """Targets y ~ p(. | f) that `check` accepts; no gradient flows through them."""
+
+
+class Positionwise(Likelihood):
+    """A likelihood that factors over positions: finals compute on [*lead, C], this class handles the layout.
+
+    The defaults are those of an exponential family in its natural parameters: the Hessian does not depend on y and
+    is the Fisher.
+    """
+
+    per_output: ClassVar[bool]
+    """True when y carries the class axis (regression, multi-label), False when there is one target per position."""
+
+    def log_prob(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, " batch"]:
+        per_position = self._log_prob(*self._prepare(f, y))
+        return per_position.flatten(1).sum(1) if per_position.ndim > 1 else per_position
+
+    def grad(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "batch *outputs"]:
+        return self.from_last(self._grad(*self._prepare(f, y)), f.shape)
+
+    def hessian(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "*lead C C"]:
+        return self._hessian(*self._prepare(f, y))
+
+    def hessian_sqrt(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "*lead C R"]:
+        return self._hessian_sqrt(*self._prepare(f, y))
+
+    def psd_hessian(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "*lead C C"]:
+        return self._psd_hessian(*self._prepare(f, y))
+
+    def fisher(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "*lead C C"]:
+        self._check_outputs(f)
+        return self._fisher(self.to_last(working(f)))
+
+    def fisher_sqrt(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "*lead C R"]:
+        self._check_outputs(f)
+        return self._fisher_sqrt(self.to_last(working(f)))
+
+    @torch.no_grad()
+    def sample(self, f: Float[Tensor, "batch *outputs"], generator: torch.Generator | None = None) -> Tensor:
+        self._check_outputs(f)
+        # Drawn where the generator lives, so that a CPU generator gives the same targets for outputs on any device.
+        place = f.device if generator is None else generator.device
+        y = self._sample(self.to_last(working(f)).to(place), generator).to(f.device)
+        return self.from_last(y, f.shape) if self.per_output else y
+
+    def _prepare(self, f: Tensor, y: Tensor) -> tuple[Float[Tensor, "*lead C"], Tensor]:
+        self._check_metadata(f, y)
+        f_last = self.to_last(working(f))
+        return f_last, self._target_to_last(f_last, y)
+
+    def _target_to_last(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Tensor:
+        return (self.to_last(y) if self.per_output else y).to(f.dtype)
+
+    @abstractmethod
+    def _log_prob(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead"]: ...
+
+    @abstractmethod
+    def _grad(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead C"]: ...
+
+    @abstractmethod
+    def _fisher(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C C"]: ...
+
+    @abstractmethod
+    def _fisher_sqrt(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C R"]: ...
+
+    @abstractmethod
+    def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Tensor: ...
+
+    def _hessian(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead C C"]:
+        return self._fisher(f)
+
+    def _hessian_sqrt(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead C R"]:
+        return self._fisher_sqrt(f)
+
+    def _psd_hessian(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead C C"]:
+        return self._hessian(f, y)
+
+
+def working(f: Tensor) -> Tensor:
+    """f in the precision of computation: float32 for half-precision outputs, otherwise f itself."""
+    return f.float() if f.dtype.itemsize < 4 else f
+
+
+def positive_eigen(
+    matrix: Float[Tensor, "*lead C C"],
+) -> tuple[Float[Tensor, "*lead C"], Float[Tensor, "*lead C C"]]:
+    """Eigenvalues clamped at zero, and eigenvectors, in float64."""
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return values.clamp_min(0.0), vectors
+
+
+def positive_sqrt(matrix: Float[Tensor, "*lead C C"]) -> Float[Tensor, "*lead C C"]:
+    """S with S S^T the positive part of a symmetric matrix; O(C^3) per matrix."""
+    values, vectors = positive_eigen(matrix)
+    return (vectors * values.sqrt().unsqueeze(-2)).to(matrix.dtype)
+
+
+def positive_part(matrix: Float[Tensor, "*lead C C"]) -> Float[Tensor, "*lead C C"]:
+    """The nearest positive semi-definite matrix in Frobenius norm; O(C^3) per matrix."""
+    values, vectors = positive_eigen(matrix)
+    return ((vectors * values.unsqueeze(-2)) @ vectors.mT).to(matrix.dtype)
+
+
+def require_shape(owner: Likelihood, f: Tensor, y: Tensor, expected: torch.Size, meaning: str, remedy: str) -> None:
+    """Refuse targets of another shape: [B] against [B, 1] would broadcast to [B, B] without a word."""
+    if y.shape != expected:
+        raise LikelihoodError(
+            message(
+                f"{type(owner).__name__} targets of shape {tuple(y.shape)} for outputs of shape {tuple(f.shape)}",
+                f"{tuple(expected)}, {meaning}",
+                remedy,
+            )
+        )
+
+
+def require_same_shape(owner: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Targets with one value per output."""
+    axis = owner._axis(f)
+    squeezed = f.shape[:axis] + f.shape[axis + 1 :]
+    missing_axis = f.shape[axis] == 1 and y.shape == squeezed
+    remedy = f"add the output axis: y.unsqueeze({axis})" if missing_axis else "give y the shape of the outputs"
+    require_shape(owner, f, y, f.shape, "one value per output", remedy)
+
+
+def require_one_per_position(owner: Likelihood, f: Tensor, y: Tensor, meaning: str) -> None:
+    """Targets with one value per position: the shape of the outputs without the class axis."""
+    axis = owner._axis(f)
+    expected = f.shape[:axis] + f.shape[axis + 1 :]
+    if y.ndim == f.ndim and y.shape[axis] == 1:
+        remedy = f"drop the class axis: y.squeeze({axis})"
+    elif y.shape == f.shape:
+        remedy = f"for one-hot targets, y.argmax({axis})"
+    else:
+        remedy = "check the targets, or class_axis if the classes are on another axis"
+    require_shape(owner, f, y, expected, meaning, remedy)
+
+
+def require_real(owner: Likelihood, y: Tensor, *, allow_bool: bool) -> None:
+    """Targets that are numbers: floating point or integers, and truth values where those make sense."""
+    if y.is_complex() or (y.dtype == torch.bool and not allow_bool):
+        raise LikelihoodError(
+            message(
+                f"{type(owner).__name__} targets of dtype {y.dtype}", "real numbers", "convert: y.to(torch.float32)"
+            )
+        )
+
+
+def message(found: str, expected: str, remedy: str) -> str:
+    return f"found {found}; expected {expected}; remedy: {remedy}"

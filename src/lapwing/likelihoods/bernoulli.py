@@ -1,0 +1,57 @@
+"""Binary and multi-label classification: y_c ~ Bernoulli(s(f_c)) independently, s the logistic function.
+
+    -log p = -sum_c y_c log s(f_c) + (1 - y_c) log s(-f_c)
+    grad = s(f) - y,   H = Fisher = diag(s(f) s(-f)),   S = diag(sqrt(s(f) s(-f)))
+
+f and y have the same shape; y holds 0 and 1 in any dtype. Soft targets in [0, 1] are accepted, and make this the
+cross-entropy rather than a normalised density. S is [*lead, C, C]. Cost O(C^2) per position, for the zeros.
+
+>>> import torch
+>>> f, y = torch.tensor([[0.0]]), torch.tensor([[1]])
+>>> Bernoulli().grad(f, y), Bernoulli().hessian(f, y)             # 1/2 - 1, and 1/2 * 1/2
+(tensor([[-0.5000]]), tensor([[[0.2500]]]))
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from lapwing.likelihoods.base import Positionwise, require_real, require_same_shape
+
+
+@dataclass(frozen=True)
+class Bernoulli(Positionwise):
+    """Independent coins with logits f."""
+
+    convex: ClassVar[bool] = True
+    per_output: ClassVar[bool] = True
+
+    def _check_target(self, f: Tensor, y: Tensor) -> None:
+        require_same_shape(self, f, y)
+        require_real(self, y, allow_bool=True)
+
+    def _invalid(self, f: Tensor, y: Tensor) -> Bool[Tensor, "*target"]:
+        return ~((y >= 0) & (y <= 1))
+
+    def _domain(self, f: Tensor) -> tuple[str, str]:
+        return "0, 1, or a probability between them", "code the classes as 0 and 1 (for -1 and 1: (y + 1) / 2)"
+
+    def _log_prob(self, f: Float[Tensor, "*lead C"], y: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead"]:
+        return (y * logsigmoid(f) + (1 - y) * logsigmoid(-f)).sum(-1)
+
+    def _grad(self, f: Float[Tensor, "*lead C"], y: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+        return (1 - y) * f.sigmoid() - y * (-f).sigmoid()
+
+    def _fisher(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C C"]:
+        return torch.diag_embed(f.sigmoid() * (-f).sigmoid())
+
+    def _fisher_sqrt(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C R"]:
+        # In log space the root keeps half the exponent, and its derivative in f stays finite where s(f) underflows.
+        return torch.diag_embed((0.5 * (logsigmoid(f) + logsigmoid(-f))).exp())
+
+    def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Float[Tensor, "*lead C"]:
+        return torch.bernoulli(f.sigmoid(), generator=generator)
