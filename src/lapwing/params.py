@@ -49,7 +49,9 @@ class ParamSpace:
             )
         for name, p in named:
             if isinstance(p, nn.parameter.UninitializedParameter):
-                raise ModelError(f"parameter '{name}' is not initialised yet (a lazy module): run the model once first.")
+                raise ModelError(
+                    f"parameter '{name}' is not initialised yet (a lazy module): run the model once first."
+                )
             if not p.dtype.is_floating_point:
                 raise ModelError(f"parameter '{name}' has dtype {p.dtype}; expected a real floating-point dtype.")
         devices = {p.device for _, p in named}
@@ -60,9 +62,7 @@ class ParamSpace:
         dtype = torch.float32
         for _, p in named:
             dtype = torch.promote_types(dtype, p.dtype)
-        return ParamSpace(
-            tuple(name for name, _ in named), tuple(p.shape for _, p in named), dtype, named[0][1].device
-        )
+        return ParamSpace(tuple(name for name, _ in named), tuple(p.shape for _, p in named), dtype, named[0][1].device)
 
     # -- where things are ------------------------------------------------------------------------------------------
 

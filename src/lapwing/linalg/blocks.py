@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lapwing.errors import CurvatureError
 from lapwing.linalg.psd import Curvature, Precision, check_prior
-from lapwing.linalg.rows import DenseRows, Piece, Segments, rows_of
+from lapwing.linalg.rows import Piece, Segments, route
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,32 +116,12 @@ class BlocksPrecision(Precision):
         return self._gathered([part.variance() for _, part in self.parts])
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        places = [segments for segments, _ in self.parts]
         assigned: list[list[Piece]] = [[] for _ in self.parts]
         for piece in pieces:
-            for i, local in self._route(piece):
+            for i, local in route(piece, places):
                 assigned[i].append(local)
         grams = [
-            precision.quadratic(local)
-            for (_, precision), local in zip(self.parts, assigned, strict=True)
-            if local
+            precision.quadratic(local) for (_, precision), local in zip(self.parts, assigned, strict=True) if local
         ]
-        count, batch = rows_of(pieces[0])
-        if not grams:
-            return self.variance().new_zeros(batch, count, count)
         return torch.stack(grams).sum(0)
-
-    def _route(self, piece: Piece) -> list[tuple[int, Piece]]:
-        """The blocks a piece belongs to, in their coordinates; a piece over several blocks is taken apart."""
-        for i, (segments, _) in enumerate(self.parts):
-            if all(segments.contains(segment) for segment in piece.segments):
-                return [(i, piece.moved(segments))]
-        apart = piece.split()
-        if len(apart) > 1:
-            return [routed for part in apart for routed in self._route(part)]
-        if not isinstance(piece, DenseRows):
-            raise CurvatureError(f"rows of parameters {piece.segments} cut across blocks; use one block per parameter.")
-        routed: list[tuple[int, Piece]] = []
-        for i, (segments, _) in enumerate(self.parts):
-            cuts = [piece.cut(interval) for interval in segments.intervals]
-            routed += [(i, cut.moved(segments)) for cut in cuts if cut is not None]
-        return routed

@@ -1,9 +1,9 @@
 """Dense: the whole matrix [P, P]. Memory O(P^2); one eigendecomposition O(P^3), then isotropic priors cost O(P).
 
-    >>> import torch
-    >>> H = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
-    >>> H.with_prior(1.0).logdet().exp().round(decimals=4)     # (2+1)^2 - 1
-    tensor(8.)
+>>> import torch
+>>> H = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+>>> H.with_prior(1.0).logdet().exp().round(decimals=4)     # (2+1)^2 - 1
+tensor(8.)
 """
 
 from __future__ import annotations

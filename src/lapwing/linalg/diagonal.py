@@ -1,8 +1,8 @@
 """Diagonal: one number per parameter. Memory and every operation O(P).
 
-    >>> import torch
-    >>> Diagonal(torch.tensor([3.0, 1.0])).with_prior(1.0).variance()
-    tensor([0.2500, 0.5000])
+>>> import torch
+>>> Diagonal(torch.tensor([3.0, 1.0])).with_prior(1.0).variance()
+tensor([0.2500, 0.5000])
 """
 
 from __future__ import annotations

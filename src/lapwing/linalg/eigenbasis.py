@@ -23,9 +23,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.gram import matrix_gram, outer_gram
+from lapwing.linalg.gram import lookup_gram, matrix_gram, outer_gram
 from lapwing.linalg.psd import Curvature, Precision, check_positive, check_prior, eigh_psd, normal
-from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, OuterRows, Piece, assemble, chunks, rows_of
+from lapwing.linalg.rows import DEFAULT_BUDGET, LookupRows, MatrixLayout, OuterRows, Piece, assemble, chunks, rows_of
 
 Factor = Tensor
 """[K, d, d], or [K, d] for a diagonal matrix."""
@@ -219,7 +219,16 @@ class KroneckerPrecision(Precision):
             # rotate the factors, not the matrix: T (O^2 + I^2) instead of O I (O + I) per row, whichever is less
             if piece.shared * (self.layout.rows + self.layout.width) < self.layout.rows * self.layout.width:
                 return self._rotated(piece)
+        if len(pieces) == 1 and isinstance(pieces[0], LookupRows) and self._is_table:
+            (part,) = self.parts
+            left = _rotate_vectors(pieces[0].left.unsqueeze(-2), part.col_vectors).squeeze(-2)
+            return lookup_gram(left, pieces[0].index, part.values[0].reciprocal())
         return self._formed(pieces)
+
+    @property
+    def _is_table(self) -> bool:
+        """Diagonal along the rows, one part, no groups: an embedding."""
+        return len(self.parts) == 1 and self.parts[0].row_vectors is None and self.layout.groups == 1
 
     def _outer(self, piece: OuterRows) -> Tensor:
         """Without sharing: cov = sum_j (g Q_G)_j (g' Q_G)_j [(a Q_A)^2 D^T]_j."""

@@ -9,10 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, OuterRows, Piece, assemble, chunks, connected, rows_of
+from lapwing.linalg.rows import (
+    DEFAULT_BUDGET,
+    DenseRows,
+    LookupRows,
+    OuterRows,
+    Piece,
+    assemble,
+    chunks,
+    connected,
+    rows_of,
+)
 
 
 def outer_gram(
@@ -32,21 +42,35 @@ def matrix_gram(rows: Float[Tensor, "r n size"], weight: Float[Tensor, " size"])
     return (flat * weight) @ flat.mT
 
 
+def lookup_gram(
+    left: Float[Tensor, "r n t features"],
+    index: Int[Tensor, "n t"],
+    weight: Float[Tensor, "table features"],
+) -> Float[Tensor, "n r r"]:
+    """Rows of a lookup table: only the entries that a data point looks up take part, each counted once."""
+    same = (index.unsqueeze(2) == index.unsqueeze(1)).to(left.dtype)
+    merged = same @ left  # every occurrence of a token holds the sum over its occurrences ...
+    share = weight[index] / same.sum(2, keepdim=True)  # ... and an equal share of the weight
+    flat = merged.flatten(2).transpose(0, 1)
+    return (flat * share.flatten(1).unsqueeze(1)) @ flat.mT
+
+
 def weighted_gram(pieces: Sequence[Piece], weight: Float[Tensor, " size"]) -> Float[Tensor, "n r r"]:
     """The weighted Gram matrix of rows given by pieces in the coordinates of `weight`."""
     count, batch = rows_of(pieces[0])
     total = weight.new_zeros(batch, count, count)
     for segments, group in connected(pieces):
         local = segments.gather(weight)
-        only = group[0]
+        only = group[0].moved(segments)
         if len(group) == 1 and isinstance(only, DenseRows):
-            total = total + matrix_gram(only.values, local)
+            gram = matrix_gram(only.values, local)
+        elif len(group) == 1 and isinstance(only, LookupRows):
+            gram = lookup_gram(only.left, only.index, only.layout.gather(local)[0])
         elif len(group) == 1 and isinstance(only, OuterRows) and only.shared == 1:
-            total = total + outer_gram(only.left[:, :, 0], only.right[:, 0], only.layout.gather(local))
+            gram = outer_gram(only.left[:, :, 0], only.right[:, 0], only.layout.gather(local))
         else:
-            grams = [
-                matrix_gram(assemble(group, segments.size, rows), local)
-                for rows in chunks(batch, 3 * 8 * count * segments.size, DEFAULT_BUDGET)
-            ]
-            total = total + torch.cat(grams)
+            moved = [piece.moved(segments) for piece in group]
+            parts = chunks(batch, 3 * 8 * count * segments.size, DEFAULT_BUDGET)
+            gram = torch.cat([matrix_gram(assemble(moved, segments.size, rows), local) for rows in parts])
+        total = total + gram
     return total

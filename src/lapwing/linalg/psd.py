@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +20,7 @@ from lapwing.errors import CurvatureError, LapwingWarning
 from lapwing.linalg.rows import Piece
 
 
+@runtime_checkable
 class LinearMap(Protocol):
     """The Jacobian of a network at a batch of inputs: [B, C, P], never spelled out unless asked."""
 
@@ -50,11 +51,11 @@ class Curvature(ABC):
     size: int
 
     @abstractmethod
-    def __add__(self, other: Self) -> Self:
+    def __add__(self, other: Curvature) -> Curvature:
         """The curvature of the union of two data sets, at the same parameters."""
 
     @abstractmethod
-    def __mul__(self, scale: float | Tensor) -> Self: ...
+    def __mul__(self, scale: float | Tensor) -> Curvature: ...
 
     @abstractmethod
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
@@ -70,7 +71,7 @@ class Curvature(ABC):
     def with_prior(self, precision: float | Tensor) -> Precision:
         """Curvature + diag(precision): a number for an isotropic prior, or a vector [P]."""
 
-    def __rmul__(self, scale: float | Tensor) -> Self:
+    def __rmul__(self, scale: float | Tensor) -> Curvature:
         return self * scale
 
     def _same_kind(self, other: object) -> None:
@@ -137,7 +138,9 @@ def check_prior(precision: float | Tensor, size: int, like: Tensor) -> Float[Ten
 
 def check_finite(matrix: Tensor, what: str) -> None:
     if not bool(torch.isfinite(matrix).all()):
-        raise CurvatureError(f"{what} holds NaN or infinite entries; expected finite ones. Check the data and the loss.")
+        raise CurvatureError(
+            f"{what} holds NaN or infinite entries; expected finite ones. Check the data and the loss."
+        )
 
 
 def check_positive(values: Tensor, what: str) -> None:

@@ -237,7 +237,7 @@ def assemble(pieces: Sequence[Piece], size: int, rows: slice) -> Float[Tensor, "
 
 
 def connected(pieces: Sequence[Piece]) -> list[tuple[Segments, list[Piece]]]:
-    """Pieces grouped so that pieces of different groups share no parameter; each group in its local coordinates."""
+    """Pieces grouped so that pieces of different groups share no parameter, with the parameters of each group."""
     groups: list[tuple[list[Segment], list[Piece]]] = []
     for piece in pieces:
         segments, members = list(piece.segments), [piece]
@@ -248,5 +248,29 @@ def connected(pieces: Sequence[Piece]) -> list[tuple[Segments, list[Piece]]]:
             else:
                 apart.append((other_segments, others))
         groups = [*apart, (segments, members)]
-    merged = [(merge_segments(segments), members) for segments, members in groups]
-    return [(segments, [piece.moved(segments) for piece in members]) for segments, members in merged]
+    return [(merge_segments(segments), members) for segments, members in groups]
+
+
+def route(piece: Piece, places: Sequence[Segments]) -> list[tuple[int, Piece]]:
+    """The places a piece belongs to, in their local coordinates; a piece over several places is taken apart."""
+    for i, segments in enumerate(places):
+        if all(segments.contains(segment) for segment in piece.segments):
+            return [(i, piece.moved(segments))]
+    apart = piece.split()
+    if len(apart) > 1:
+        return [routed for part in apart for routed in route(part, places)]
+    if not isinstance(piece, DenseRows):
+        piece = spelled_out(piece)
+    routed: list[tuple[int, Piece]] = []
+    for i, segments in enumerate(places):
+        cuts = [piece.cut(interval) for interval in segments.intervals]
+        routed += [(i, cut.moved(segments)) for cut in cuts if cut is not None]
+    return routed
+
+
+def spelled_out(piece: Piece) -> DenseRows:
+    """A piece over one interval as dense rows."""
+    ((start, stop),) = piece.segments
+    return DenseRows(
+        start, assemble([piece.moved(Segments(((start, stop),)))], stop - start, slice(0, rows_of(piece)[1]))
+    )

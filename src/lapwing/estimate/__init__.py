@@ -1,0 +1,17 @@
+"""Estimators: one pass over the data -> a Curvature, a sum over data points.
+
+full, diagonal, blocks    exact GGN; `cotangents=` fisher, monte_carlo(k) or empirical for the others
+kflr, kfac                Kronecker factors, exact or Monte-Carlo
+empirical                 outer products of observed gradients, any structure
+hessian                   the exact Hessian: full, diagonal or blocks
+"""
+
+from lapwing.estimate.blocks import blocks
+from lapwing.estimate.cotangents import exact, fisher, monte_carlo
+from lapwing.estimate.diagonal import diagonal
+from lapwing.estimate.empirical import empirical
+from lapwing.estimate.full import full
+from lapwing.estimate.hessian import hessian
+from lapwing.estimate.kronecker import kfac, kflr
+
+__all__ = ["blocks", "diagonal", "empirical", "exact", "fisher", "full", "hessian", "kfac", "kflr", "monte_carlo"]

@@ -1,0 +1,89 @@
+"""What is pulled back through the network: columns whose outer products sum to the curvature at the outputs.
+
+    exact         the columns of S, S S^T = H (C or fewer per position): the generalised Gauss-Newton
+    fisher        the columns of the Fisher's square root: differs from `exact` where p is no exponential family
+    monte_carlo   gradients at targets drawn from the model: the Fisher in expectation, one pass per draw
+    empirical     gradients at the observed targets: the empirical Fisher
+
+Each is a function (likelihood, f, y, generator) -> Columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import DataError
+from lapwing.likelihoods import Likelihood
+
+
+@dataclass(frozen=True)
+class Columns:
+    """`count` cotangents of the outputs, made in slices so that they never all exist at once."""
+
+    count: int
+    take: Callable[[slice], Tensor]
+
+    def chunked(self, step: int) -> Iterator[Float[Tensor, "r batch *out"]]:
+        for start in range(0, self.count, step):
+            yield self.take(slice(start, min(start + step, self.count)))
+
+
+Cotangents = Callable[[Likelihood, Tensor, Tensor, torch.Generator | None], Columns]
+
+
+def exact(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
+    """Square-root columns of the Hessian at the outputs: the GGN, exactly."""
+    return _square_root(likelihood, f, likelihood.hessian_sqrt(f, y))
+
+
+def fisher(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
+    """Square-root columns of the Fisher at the outputs, exactly."""
+    return _square_root(likelihood, f, likelihood.fisher_sqrt(f))
+
+
+def monte_carlo(samples: int = 1) -> Cotangents:
+    """Gradients at `samples` targets drawn afresh for every batch; an unbiased estimate of the Fisher."""
+    if samples < 1:
+        raise DataError(f"samples is {samples}; expected at least 1.")
+
+    def columns(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
+        def take(part: slice) -> Tensor:
+            drawn = [likelihood.grad(f, likelihood.sample(f, generator)) for _ in range(part.start, part.stop)]
+            return torch.stack(drawn) / samples**0.5
+
+        return Columns(samples, take)
+
+    return columns
+
+
+def empirical(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
+    """The gradient at the observed targets."""
+    return Columns(1, lambda part: likelihood.grad(f, y).unsqueeze(0))
+
+
+def _square_root(likelihood: Likelihood, f: Tensor, root: Float[Tensor, "*lead C R"]) -> Columns:
+    """Column (position m, r) is root[:, m, :, r] at position m and zero elsewhere."""
+    batch, *positions, classes, rank = root.shape
+    flat = root.reshape(batch, -1, classes, rank)
+    places = flat.shape[1]
+
+    def take(part: slice) -> Tensor:
+        if places == 1:
+            columns = flat[:, 0, :, part].permute(2, 0, 1).reshape(-1, batch, *(1 for _ in positions), classes)
+        else:
+            index = torch.arange(part.start, part.stop, device=root.device)
+            place, column = index // rank, index % rank
+            spread = root.new_zeros(len(index), batch, places, classes)
+            spread[index - part.start, :, place] = flat[:, place, :, column]
+            columns = spread.reshape(len(index), batch, *positions, classes)
+        if columns.dim() == 1 + f.dim() and columns.shape[1:] == f.shape:
+            return columns
+        return torch.stack([likelihood.from_last(column, f.shape) for column in columns])
+
+    return Columns(prod(positions) * rank, take)

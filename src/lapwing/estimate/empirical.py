@@ -1,0 +1,38 @@
+"""empirical: outer products of the gradients at the observed targets, in any structure. One backward pass per batch.
+
+Not a curvature in general: it agrees with the Fisher where the model is right about the targets. No factor of two or
+1/N is hidden in it: it is sum_n grad_n grad_n^T with grad_n the gradient of -log p(y_n | f_n).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lapwing.errors import ParameterError
+from lapwing.estimate.blocks import blocks
+from lapwing.estimate.cotangents import empirical as observed
+from lapwing.estimate.diagonal import diagonal
+from lapwing.estimate.full import full
+from lapwing.estimate.kronecker import kflr
+from lapwing.estimate.passes import Batches
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Curvature
+from lapwing.tangent import Tangent
+
+_STRUCTURES = {"full": full, "diagonal": diagonal, "blocks": blocks, "kron": kflr}
+
+
+def empirical(
+    tangent: Tangent,
+    likelihood: Likelihood,
+    batches: Batches,
+    *,
+    structure: str = "full",
+    generator: torch.Generator | None = None,
+    **options: str | int | bool,
+) -> Curvature:
+    """The empirical Fisher; `structure` is "full", "diagonal", "blocks" or "kron", `options` are that structure's."""
+    if structure not in _STRUCTURES:
+        raise ParameterError(f"unknown structure {structure!r}; expected one of {sorted(_STRUCTURES)}.")
+    estimator = _STRUCTURES[structure]
+    return estimator(tangent, likelihood, batches, cotangents=observed, generator=generator, **options)

@@ -1,0 +1,89 @@
+"""One pass over the data: every batch checked, linearised once, and its cotangents pulled back in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import DataError, LapwingError
+from lapwing.estimate.cotangents import Cotangents
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg.rows import Piece
+from lapwing.tangent import Linearisation, Tangent
+
+Batches = Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """Rows of one chunk of cotangents of one batch; `first` marks the first chunk of a batch."""
+
+    linearisation: Linearisation
+    pieces: list[Piece]
+    first: bool
+
+
+def linearised(tangent: Tangent, likelihood: Likelihood, batches: Batches) -> Iterator[tuple[Linearisation, Tensor]]:
+    """(linearisation, targets) of every batch, checked; errors name the batch."""
+    empty = True
+    for number, batch in enumerate(batches):
+        empty = False
+        try:
+            x, y = _pair(batch)
+            linearisation = tangent.at(x)
+            check_loss(likelihood, linearisation, y)
+        except LapwingError as error:
+            raise type(error)(f"batch {number}: {error}") from error
+        yield linearisation, y
+    if empty:
+        raise DataError(
+            "the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last."
+        )
+
+
+def pulled(
+    tangent: Tangent,
+    likelihood: Likelihood,
+    batches: Batches,
+    cotangents: Cotangents,
+    generator: torch.Generator | None,
+    row_bytes: int = 0,
+) -> Iterator[Pulled]:
+    """Rows of every batch; `row_bytes` is what the caller needs on top for one cotangent and data point."""
+    for linearisation, y in linearised(tangent, likelihood, batches):
+        columns = cotangents(likelihood, linearisation.value, y, generator)
+        each = linearisation.cotangent_bytes + row_bytes * linearisation.batch
+        step = max(1, tangent.budget // max(1, each))
+        for number, chunk in enumerate(columns.chunked(step)):
+            yield Pulled(linearisation, linearisation.pull(chunk.to(tangent.space.dtype)), first=number == 0)
+
+
+def check_loss(likelihood: Likelihood, linearisation: Linearisation, y: Any) -> None:
+    """Finite outputs, targets that fit the likelihood, and a finite loss."""
+    value = linearisation.value
+    if not bool(torch.isfinite(value).all()):
+        raise DataError("the model's output holds NaN or infinite values; expected finite ones. Check the weights.")
+    if not isinstance(y, Tensor):
+        raise DataError(f"the targets are {type(y).__name__}; expected a tensor.")
+    likelihood.check(value, y)
+    loss = likelihood.log_prob(value, y)
+    if not bool(torch.isfinite(loss).all()):
+        where = int((~torch.isfinite(loss)).nonzero()[0])
+        raise DataError(
+            f"the log-likelihood of data point {where} is {float(loss[where])}; expected finite numbers. Check its target "
+            "and the model's output."
+        )
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    raise DataError(
+        f"a batch is a {type(batch).__name__}{size}; expected a pair (inputs, targets). Inputs may be a tensor, a tuple or "
+        "a mapping."
+    )

@@ -1,0 +1,76 @@
+"""Slower ways to the same numbers: for operations that cannot be vectorised, and parameters that no rule covers.
+
+`opaque_rows` serves recurrent layers and custom operations, one data point at a time.
+
+Each data point is run alone, and each cotangent is one backward pass: N R small passes. Correct for any operation that
+autograd can differentiate; slow, and used only for the parameters that need it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lapwing.errors import ModelError
+from lapwing.params import ParamSpace
+from lapwing.tangent.guard import plain_attention, unchanged
+from lapwing.tangent.inputs import batch_size, call, take
+
+
+def opaque_rows(
+    model: nn.Module,
+    space: ParamSpace,
+    names: list[str],
+    x: Any,
+    value: Float[Tensor, "n *out"],
+    cotangents: Float[Tensor, "r n *out"],
+) -> dict[str, Float[Tensor, "r n size"]]:
+    """u[r,n]^T d f(x_n) / d parameter, flattened, for each of `names`."""
+    named = dict(model.named_parameters())
+    parameters = [named[name] for name in names]
+    count, batch = len(cotangents), batch_size(x)
+    out = [torch.zeros(count, batch, p.numel(), dtype=space.dtype, device=space.device) for p in parameters]
+    for n in range(batch):
+        with unchanged(model), plain_attention(), torch.enable_grad():
+            alone = call(model, take(x, slice(n, n + 1)))
+        if not torch.allclose(
+            alone.detach()[0], value.detach()[n], rtol=1e-2, atol=1e-3 * float(value.detach().abs().max())
+        ):
+            raise ModelError(
+                f"data point {n} gives another output alone than in its batch; expected independent samples. Call "
+                "model.eval(); layers that mix data points cannot be linearised per sample."
+            )
+        for r in range(count):
+            grads = torch.autograd.grad(
+                alone,
+                parameters,
+                cotangents[r, n : n + 1].to(alone.dtype),
+                retain_graph=r < count - 1,
+                allow_unused=True,
+            )
+            for rows, grad in zip(out, grads, strict=True):
+                if grad is not None:
+                    rows[r, n] = grad.flatten().to(space.dtype)
+    return dict(zip(names, out, strict=True))
+
+
+def batched_grad(output: Tensor, inputs: Sequence[Any], cotangents: Float[Tensor, "r *out"]) -> list[Tensor | None]:
+    """d(cotangent . output) / d input for every cotangent: [r, *input] each; None for an unrelated input.
+
+    One vectorised backward pass where every operation on the way has a batching rule, else one pass per cotangent.
+    """
+    options = {"retain_graph": True, "allow_unused": True}
+    if len(cotangents) > 1:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # torch warns where it would loop inside: the loop below is as good
+                return list(torch.autograd.grad(output, inputs, cotangents, is_grads_batched=True, **options))
+        except (RuntimeError, UserWarning):
+            pass  # a genuine error is raised again by the plain passes
+    each = [torch.autograd.grad(output, inputs, u, **options) for u in cotangents]
+    return [None if grads[0] is None else torch.stack(grads) for grads in zip(*each, strict=True)]

@@ -1,0 +1,118 @@
+"""Model inputs of any kind: a tensor, a tuple or list, a mapping (a HuggingFace BatchEncoding too), nested or not.
+
+Axis 0 of every tensor that has the batch size is the sample axis; other tensors are passed along as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.errors import DataError, ModelError
+
+
+def tensors(x: Any) -> Iterator[Tensor]:
+    """Every tensor of an input."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, Mapping):
+        for value in x.values():
+            yield from tensors(value)
+    elif isinstance(x, (tuple, list)):
+        for value in x:
+            yield from tensors(value)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """The same input with every tensor replaced; mappings become plain dicts."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, Mapping):
+        return {key: map_tensors(function, value) for key, value in x.items()}
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*(map_tensors(function, value) for value in x))
+    if isinstance(x, (tuple, list)):
+        return type(x)(map_tensors(function, value) for value in x)
+    return x
+
+
+def batch_size(x: Any) -> int:
+    """The size of axis 0 of the first tensor of an input."""
+    for tensor in tensors(x):
+        if tensor.dim() == 0:
+            continue
+        if tensor.shape[0] == 0:
+            raise DataError("the batch is empty (a tensor has 0 rows); expected at least one data point.")
+        return tensor.shape[0]
+    raise DataError(
+        f"no tensor with a sample axis in an input of type {type(x).__name__}; expected a tensor, a tuple, or a mapping "
+        "of tensors with samples along axis 0."
+    )
+
+
+def take(x: Any, rows: slice) -> Any:
+    """The data points in `rows`."""
+    n = batch_size(x)
+    return map_tensors(lambda t: t[rows] if t.dim() and t.shape[0] == n else t, x)
+
+
+def shape_key(x: Any) -> tuple:
+    """Shapes and dtypes of an input: what its record of operations may depend on."""
+    return tuple((tuple(t.shape), t.dtype) for t in tensors(x))
+
+
+def check_input(x: Any, device: torch.device) -> None:
+    """On the model's device, and finite."""
+    batch_size(x)
+    for tensor in tensors(x):
+        if tensor.device != device:
+            raise ModelError(
+                f"the input lies on {tensor.device}, the model's parameters on {device}; expected one device. "
+                "Move the batch with .to(device), or the model."
+            )
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise DataError("the input holds NaN or infinite values; expected finite ones.")
+
+
+def call(model: nn.Module, x: Any) -> Tensor:
+    """model(x), with tuples and mappings spread over the arguments of `forward` where its signature takes them."""
+    args, kwargs = _arguments(model, x)
+    try:
+        output = model(*args, **kwargs)
+    except (RuntimeError, TypeError, IndexError) as error:
+        shapes = [f"{tuple(t.shape)} {t.dtype}" for t in tensors(x)]
+        raise ModelError(
+            f"the forward pass of {type(model).__name__} failed on an input of {', '.join(shapes)}: {error}"
+        ) from error
+    return output_tensor(output)
+
+
+def output_tensor(output: Any) -> Tensor:
+    """The tensor that the likelihood reads: the output itself, or `.logits` of a HuggingFace output."""
+    if isinstance(output, Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    raise ModelError(
+        f"the model returns {type(output).__name__}; expected a tensor, or an object with a tensor `.logits`. Wrap the "
+        "model in a module whose forward returns the tensor that the likelihood reads."
+    )
+
+
+def _arguments(model: nn.Module, x: Any) -> tuple[tuple, dict]:
+    if isinstance(x, Tensor) or not isinstance(x, (tuple, list, Mapping)):
+        return (x,), {}
+    kinds = inspect.Parameter
+    parameters = inspect.signature(model.forward).parameters.values()
+    positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    if isinstance(x, Mapping):
+        names = {p.name for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
+        spread = all(key in names for key in x) or any(p.kind == kinds.VAR_KEYWORD for p in parameters)
+        return ((), dict(x)) if spread else ((x,), {})
+    spread = any(p.kind == kinds.VAR_POSITIONAL for p in parameters) or len(positional) >= len(x) > 1
+    return (tuple(x), {}) if spread or len(x) == 1 else ((x,), {})

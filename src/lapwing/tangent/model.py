@@ -1,0 +1,245 @@
+"""Tangent: a network and its Jacobian at a batch of inputs, as a linear map that is never spelled out unless asked.
+
+at(x)      one recorded forward pass
+.mv(v)     J v          [B, *out]     forward mode
+.rmv(u)    J^T u        [P]           one backward pass
+.pull(V)   V^T J        R backward passes, in factored form per layer
+.rows()    J            [B, C, P]
+
+>>> import torch
+>>> from torch import nn
+>>> model = nn.Linear(2, 1, bias=False)
+>>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+>>> Tangent(model).at(x).rows()[:, 0]     # the Jacobian of a linear model is its input
+tensor([[1., 2.],
+        [3., 4.]])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lapwing.errors import ModelError
+from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks
+from lapwing.params import ParamSpace
+from lapwing.tangent.fallback import batched_grad, opaque_rows
+from lapwing.tangent.guard import plain_attention, unchanged
+from lapwing.tangent.inputs import batch_size, call, check_input, shape_key, take
+from lapwing.tangent.probe import Probe, probe
+from lapwing.tangent.record import Record, Recorder
+from lapwing.tangent.samples import SampleAxis
+from lapwing.tangent.sources import Derived
+from lapwing.tangent.uses import Use
+
+
+@dataclass
+class Tangent:
+    """The network as a function of the parameters in `space` (default: all trainable ones)."""
+
+    model: nn.Module
+    space: ParamSpace = field(default=None)  # pyright: ignore[reportAssignmentType]
+    budget: int = DEFAULT_BUDGET
+    _probes: dict[tuple, Probe] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.space is None:
+            self.space = ParamSpace.of(self.model)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        named = dict(self.model.named_parameters())
+        return {name: named[name] for name in self.space.names}
+
+    def at(self, x: Any) -> Linearisation:
+        """One recorded forward pass at the inputs x."""
+        check_input(x, self.space.device)
+        with unchanged(self.model), plain_attention(), torch.enable_grad():
+            found = self._probe(x)
+            recorder = Recorder(self.space, self.parameters, x, found.dependent)
+            with recorder:
+                value = call(self.model, x)
+        check_output(value, batch_size(x))
+        return Linearisation(self, x, value, recorder.record, found)
+
+    def _probe(self, x: Any) -> Probe:
+        key = (shape_key(x), tuple(m.training for m in self.model.modules()))
+        if key not in self._probes:
+            self._probes[key] = probe(self.model, self.space, self.parameters, x)
+        return self._probes[key]
+
+
+def check_output(value: Tensor, batch: int) -> None:
+    if value.dim() < 2:
+        raise ModelError(
+            f"the model's output has shape {tuple(value.shape)}; expected [batch, outputs]. Keep the output axis, for "
+            "example with unsqueeze(-1)."
+        )
+    if value.shape[0] != batch:
+        raise ModelError(
+            f"the model's output has {value.shape[0]} rows for a batch of {batch} inputs; expected one row per data point, "
+            "samples along axis 0."
+        )
+
+
+@dataclass
+class Linearisation:
+    """J at a batch of inputs; meets the `LinearMap` contract. Holds the graph of one forward pass."""
+
+    tangent: Tangent
+    x: Any
+    output: Float[Tensor, "batch *out"]
+    record: Record
+    probe: Probe
+
+    @property
+    def space(self) -> ParamSpace:
+        return self.tangent.space
+
+    @property
+    def batch(self) -> int:
+        return self.output.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        """C, all outputs of one data point."""
+        return self.output[0].numel()
+
+    @cached_property
+    def value(self) -> Float[Tensor, "batch *out"]:
+        """The network's output, detached, in the dtype of the curvature."""
+        return self.output.detach().to(self.space.dtype)
+
+    # -- products --------------------------------------------------------------------------------------------------
+
+    def mv(self, v: Float[Tensor, " params"]) -> Float[Tensor, "batch *out"]:
+        """J v: J^T u is linear in u, and its derivative along v is J v. About two backward passes."""
+        self.space.check(v)
+        parameters = self.tangent.parameters
+        direction = self.space.unravel(v)
+        if not self.output.requires_grad:
+            return torch.zeros_like(self.value)
+        with torch.enable_grad():
+            u = torch.zeros_like(self.output, requires_grad=True)
+            grads = torch.autograd.grad(self.output, list(parameters.values()), u, create_graph=True, allow_unused=True)
+            terms = [
+                (grad * direction[name].to(grad.dtype)).sum()
+                for name, grad in zip(parameters, grads, strict=True)
+                if grad is not None and grad.requires_grad
+            ]
+            if not terms:
+                return torch.zeros_like(self.value)
+            (product,) = torch.autograd.grad(torch.stack(terms).sum(), u, retain_graph=True)
+        return product.to(self.space.dtype)
+
+    def rmv(self, u: Float[Tensor, "batch *out"]) -> Float[Tensor, " params"]:
+        """J^T u summed over the batch: one backward pass."""
+        parameters = self.tangent.parameters
+        grads = torch.autograd.grad(
+            self.output, list(parameters.values()), u.to(self.output.dtype), retain_graph=True, allow_unused=True
+        )
+        return self.space.ravel(
+            {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads, strict=True)}
+        )
+
+    def rows(self) -> Float[Tensor, "batch outputs params"]:
+        """J spelled out, [B, C, P]; for small problems and for tests."""
+        parts = [
+            assemble(self._pull(eye), self.space.total, slice(0, self.batch))
+            for eye in self.identity(self.cotangent_bytes + 8 * self.batch * self.space.total)
+        ]
+        return self.space.restrict(torch.cat(parts)).transpose(0, 1)
+
+    # -- factored rows ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def uses(self) -> list[tuple[Use, SampleAxis]]:
+        return [(use, self.probe.axes[number]) for number, use in self.record.uses]
+
+    @cached_property
+    def cotangent_bytes(self) -> int:
+        """Memory that one cotangent needs on its way back, all layers together."""
+        numel = sum(use.shape.numel() for use, _ in self.uses)
+        spelled_out = {*self.record.opaque, *self.record.derived}
+        dense = sum(self.space.shape(name).numel() for name in spelled_out) * self.batch
+        return 3 * (numel + dense) * max(4, self.space.dtype.itemsize)
+
+    def identity(self, bytes_per_cotangent: int | None = None) -> Iterator[Float[Tensor, "r batch *out"]]:
+        """Unit cotangents, one per output, in chunks within the budget."""
+        each = self.cotangent_bytes if bytes_per_cotangent is None else bytes_per_cotangent
+        for part in chunks(self.outputs, each, self.tangent.budget):
+            index = torch.arange(part.start, part.stop, device=self.output.device)
+            eye = torch.zeros(len(index), self.outputs, dtype=self.space.dtype, device=self.output.device)
+            eye[index - part.start, index] = 1
+            yield eye.reshape(len(index), 1, *self.output.shape[1:]).expand(-1, *self.output.shape)
+
+    def pull(self, cotangents: Float[Tensor, "r batch *out"]) -> list[Piece]:
+        """Rows u[r,n]^T J[n] of every cotangent and data point, in the flat coordinates of the space.
+
+        A sub-network that cuts through tensors has no layer structure: its rows come spelled out.
+        """
+        pieces = self._pull(cotangents)
+        if self.space.index is None:
+            return pieces
+        dense = assemble(pieces, self.space.total, slice(0, self.batch))
+        return [DenseRows(0, self.space.restrict(dense))]
+
+    def _pull(self, cotangents: Tensor) -> list[Piece]:
+        grads = self._gradients(cotangents)
+        pieces: list[Piece] = []
+        for (use, axis), grad in zip(self.uses, grads, strict=True):
+            if grad is None:
+                grad = cotangents.new_zeros(len(cotangents), *use.shape)
+            pieces += use.pieces(grad, axis, self.space.dtype, self._pull_back)
+        if self.record.opaque:
+            values = opaque_rows(
+                self.tangent.model, self.space, list(self.record.opaque), self.x, self.output, cotangents
+            )
+            pieces += [DenseRows(self.space.whole.starts[name], rows) for name, rows in values.items()]
+        if not pieces:
+            pieces = [DenseRows(0, self.value.new_zeros(len(cotangents), self.batch, self.space.total))]
+        return pieces
+
+    def _gradients(self, cotangents: Tensor) -> list[Tensor | None]:
+        """Gradients of every use's output: one backward pass per cotangent, vectorised over them."""
+        edges = [use.edge for use, _ in self.uses]
+        if not edges or not self.output.requires_grad:
+            return [None] * len(edges)
+        return batched_grad(self.output, edges, cotangents.to(self.output.dtype))
+
+    def _pull_back(self, derived: Derived, rows: Float[Tensor, "r n size"]) -> list[Piece]:
+        """Rows in the entries of a derived tensor, in the entries of the parameters it was computed from."""
+        names = sorted(derived.names - self.record.opaque.keys())
+        if not names:
+            return []
+        parameters = self.tangent.parameters
+        flat = rows.flatten(0, 1).reshape(-1, *derived.tensor.shape).to(derived.tensor.dtype)
+        grads = batched_grad(derived.tensor, [parameters[name] for name in names], flat)
+        return [
+            DenseRows(self.space.whole.starts[name], grad.reshape(*rows.shape[:2], -1).to(self.space.dtype))
+            for name, grad in zip(names, grads, strict=True)
+            if grad is not None
+        ]
+
+    # -- the LinearMap contract ------------------------------------------------------------------------------------
+
+    def pieces(self) -> list[Piece]:
+        identity = list(self.identity(1))
+        return self.pull(identity[0])
+
+    def parts(self) -> Iterator[Linearisation]:
+        """This map, or maps of consecutive sub-batches when all outputs at once would exceed the budget."""
+        needed = self.cotangent_bytes * self.outputs
+        if self.space.index is not None:
+            needed += 3 * self.outputs * self.batch * self.space.total * self.space.dtype.itemsize
+        if needed <= self.tangent.budget or self.batch == 1:
+            yield self
+            return
+        for rows in chunks(self.batch, -(-needed // self.batch), self.tangent.budget):
+            yield self.tangent.at(take(self.x, rows))

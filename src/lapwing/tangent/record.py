@@ -1,0 +1,268 @@
+"""Recorder: every use of a parameter during a forward pass, seen at the level of operations.
+
+A `TorchFunctionMode` sees each torch function with its arguments. An operation that reads a tracked parameter and
+data becomes a `Use` by its rule; one that reads parameters alone makes a new source (a view, or a derived tensor); one
+without a rule makes its parameters *opaque*: they are differentiated sample by sample where the structure allows it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from lapwing.errors import ModelError, UnsupportedOperationError
+from lapwing.params import ParamSpace
+from lapwing.tangent.inputs import tensors
+from lapwing.tangent.rules import IN_PLACE, RULES, Call
+from lapwing.tangent.sources import Alias, Derived, Source, parameter_alias, view_alias
+from lapwing.tangent.uses import Use
+
+_SAME_ENTRIES = frozenset(
+    getattr(Tensor, name)
+    for name in ("to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone")
+)
+_DROPOUT = frozenset(
+    getattr(F, name)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+) | {torch.dropout}
+_RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
+
+
+@dataclass
+class Event:
+    """An operation that read parameters: its name, output and use (None if opaque or without data)."""
+
+    name: str
+    out: Tensor | None
+    use: Use | None
+    dependent: bool
+
+
+@dataclass
+class Record:
+    """What a forward pass left: events in order, and the parameters no rule covers, with the operation at fault."""
+
+    events: list[Event] = field(default_factory=list)
+    opaque: dict[str, str] = field(default_factory=dict)
+    derived: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def uses(self) -> list[tuple[int, Use]]:
+        """(event number, use) with opaque parameters left out."""
+        hidden = frozenset(self.opaque)
+        found = []
+        for number, event in enumerate(self.events):
+            use = event.use.without(hidden) if event.use is not None and hidden else event.use
+            if use is not None:
+                found.append((number, use))
+        return found
+
+
+class Recorder(TorchFunctionMode):
+    """Records uses of `parameters` (name -> tensor) while active; `inputs` are the data.
+
+    `dependent` holds numbers of events that a probe has shown to depend on the data, for operations whose inputs
+    passed through code that hides it (a custom autograd function).
+    """
+
+    def __init__(
+        self,
+        space: ParamSpace,
+        parameters: Mapping[str, Tensor],
+        inputs: Any,
+        dependent: frozenset[int] = frozenset(),
+        snapshot: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.record = Record()
+        self._parameters = parameters
+        self._dependent = dependent
+        self._snapshot = snapshot
+        self._whole = {name: parameter_alias(name, space.whole.starts[name], parameters[name]) for name in space.names}
+        self._sources: dict[int, tuple[Tensor, Source]] = {
+            id(parameters[name]): (parameters[name], alias) for name, alias in self._whole.items()
+        }
+        self._data: dict[int, weakref.ref] = {}
+        self._mark(list(tensors(inputs)))
+
+    # -- what is known of a tensor ---------------------------------------------------------------------------------
+
+    def source(self, value: Any) -> Source | None:
+        found = self._sources.get(id(value))
+        return None if found is None else found[1]
+
+    def _mark(self, out: Any) -> None:
+        for tensor in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(tensor, Tensor):
+                self._data[id(tensor)] = weakref.ref(tensor)
+
+    def _is_data(self, tensor: Tensor) -> bool:
+        known = self._data.get(id(tensor))
+        return known is not None and known() is tensor
+
+    # -- the mode --------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self, _descend():
+                return func(*args, **kwargs)
+        _refuse_train_mode(func, args, kwargs)
+        given = list(_flat((args, kwargs)))
+        read = [t for t in given if id(t) in self._sources]
+        data = any(self._is_data(t) for t in given)
+        if not read:
+            out = func(*args, **kwargs)
+            if data:
+                self._mark(out)
+            return out
+        if func in IN_PLACE and args and isinstance(args[0], Tensor):
+            before = (args[0].detach().clone(), *args[1:])
+        else:
+            before = args
+        with _differentiable_twice(func):
+            out = func(*args, **kwargs)
+        self._note(func, before, kwargs, out, read, data)
+        return out
+
+    def _note(self, func, args, kwargs, out, read: list[Tensor], data: bool) -> None:
+        outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
+        if not any(t.requires_grad for t in outs):
+            if data:
+                self._mark(out)
+            return
+        number = len(self.record.events)
+        name = _name(func)
+        dependent = data or number in self._dependent
+        use = None
+        if dependent:
+            self._mark(out)
+            use = self._use(func, args, kwargs, out, read, name)
+        else:
+            self._derive(func, outs, read, name)
+        first = outs[0].detach() if len(outs) == 1 else None
+        kept = self._snapshot(first) if self._snapshot is not None and first is not None else None
+        self.record.events.append(Event(name, kept, use, dependent))
+
+    def _use(self, func, args, kwargs, out, read: list[Tensor], name: str) -> Use | None:
+        use = None
+        if isinstance(out, Tensor) and func in RULES:
+            use = RULES[func](Call(func, args, kwargs, out, self.source))
+        names = frozenset().union(*(self.source(t).names for t in read))  # pyright: ignore[reportOptionalMemberAccess]
+        if use is not None:
+            use.shape, use.edge = out.shape, get_gradient_edge(out)
+            covered = frozenset().union(*(source.names for source in use.sources))
+            names -= covered
+        for missed in names:
+            self.record.opaque.setdefault(missed, name)
+        return use
+
+    def _derive(self, func, outs: list[Tensor], read: list[Tensor], name: str) -> None:
+        sources = [self.source(t) for t in read]
+        for out in outs:
+            if not out.requires_grad or id(out) in self._sources:
+                continue
+            source = self._alias(func, out, sources)
+            if source is None:
+                names = frozenset().union(*(s.names for s in sources if s is not None))
+                source = Derived(names, out)
+                for derived in names:
+                    self.record.derived.setdefault(derived, name)
+            self._sources[id(out)] = (out, source)
+
+    def _alias(self, func, out: Tensor, sources: list[Source | None]) -> Alias | None:
+        first = sources[0]
+        if len(sources) != 1 or not isinstance(first, Alias):
+            return None
+        if func in _SAME_ENTRIES:
+            return first
+        return view_alias(out, self._parameters[first.name], self._whole[first.name])
+
+
+def _flat(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _flat(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _flat(item)
+
+
+def _name(func: Callable) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def _refuse_train_mode(func, args, kwargs) -> None:
+    """Operations that couple samples or draw random numbers in train mode."""
+    if func is F.batch_norm:
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        if bound.get("training", False):
+            raise ModelError(
+                "batch_norm runs in train mode, which couples the samples of a batch; expected running statistics. Call "
+                "model.eval() first (BatchNorm without running statistics cannot be linearised per sample)."
+            )
+    elif func in _DROPOUT:
+        bound = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        default = func is not torch.dropout and func not in (F.alpha_dropout, F.feature_alpha_dropout)
+        training = bound.get("training", bound.get("train", default))
+        if training and bound.get("p", 0.5) > 0:
+            _refuse_random(_name(func))
+    elif func is F.scaled_dot_product_attention:
+        names = ("query", "key", "value", "attn_mask", "dropout_p")
+        if (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0) > 0:
+            _refuse_random("dropout in attention")
+    elif func in _RECURRENT:
+        # (input, hx, weights, bias, layers, dropout, train, ...), with batch_sizes after input for packed sequences
+        dropout, train = args[5:7] if isinstance(args[3], bool) else args[6:8]
+        if dropout > 0 and train:
+            _refuse_random(f"dropout in {_name(func)}")
+    elif func is F.embedding:
+        bound = dict(zip(("input", "weight", "padding_idx", "max_norm"), args, strict=False)) | kwargs
+        if bound.get("max_norm") is not None:
+            raise UnsupportedOperationError(
+                "embedding with max_norm rewrites its weight during the forward pass; expected a forward pass that "
+                "leaves the parameters alone. Renormalise the table once and build the layer without max_norm."
+            )
+
+
+def _refuse_random(what: str) -> None:
+    raise ModelError(
+        f"{what} is active (train mode), so that the network is a random function; expected a deterministic one. "
+        "Call model.eval() first."
+    )
+
+
+@contextmanager
+def _differentiable_twice(func: Callable) -> Iterator[None]:
+    """The fused recurrent kernels have no second derivative, which J v needs; the plain ones do."""
+    if func in _RECURRENT:
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _descend() -> Iterator[None]:
+    """Lets the body of a composite function run with the mode active, instead of handing it the call once more."""
+    before = F.has_torch_function
+    F.has_torch_function = lambda *_: False
+    try:
+        yield
+    finally:
+        F.has_torch_function = before

@@ -1,0 +1,351 @@
+"""Rules: from one call of an operation that reads parameters and data to a `Use`.
+
+`RULES[function]` takes a `Call` and returns the use, or None when the arguments are outside what the rule covers (the
+parameters are then differentiated sample by sample, where the structure allows it). To support a new operation, write
+one function and register it; docs/extending.md walks through an example.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lapwing.tangent.convolution import channels_last, patches, transposed_patches, weight_axes
+from lapwing.tangent.sources import Source
+from lapwing.tangent.uses import Broadcast, Contraction, Lookup, Use
+
+
+@dataclass
+class Call:
+    """One call as the recorder saw it. `source(t)` is where a tensor's parameters came from, None for data."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict
+    out: Tensor
+    source: Callable[[Any], Source | None]
+
+    def bind(self, *names: str, **defaults: Any) -> list:
+        """Arguments by name, for operations without a Python signature."""
+        values = dict(zip(names, self.args, strict=False)) | self.kwargs
+        return [values.get(name, defaults.get(name)) for name in names]
+
+
+Rule = Callable[[Call], Use | None]
+RULES: dict[Callable, Rule] = {}
+
+
+def rule(*functions: Callable) -> Callable[[Rule], Rule]:
+    """Registers a rule for functions (the torch function, and its Tensor methods)."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(functions, function))
+        return function
+
+    return register
+
+
+def methods(*names: str) -> list[Callable]:
+    """The functions of these names in torch and on Tensor."""
+    found = [getattr(owner, name, None) for name in names for owner in (torch, Tensor)]
+    return [function for function in found if function is not None]
+
+
+# -- contractions ---------------------------------------------------------------------------------------------------
+
+
+def contraction(
+    name: str, x: Tensor, weight: Tensor, labels: tuple[Sequence, Sequence, Sequence], call: Call, bias: Tensor | None
+) -> Use | None:
+    """y = sum over shared labels of x and weight, each axis named by a label (x, weight, y in this order)."""
+    in_x, in_w, in_y = (list(axis_labels) for axis_labels in labels)
+    if any(len(set(axis_labels)) < len(axis_labels) for axis_labels in (in_x, in_w, in_y)):
+        return None  # a repeated label is a diagonal
+    size = dict(zip(in_w, weight.shape, strict=True)) | dict(zip(in_y, call.out.shape, strict=True))
+    position = [label for label in in_y if label not in in_w]
+    group = [label for label in in_y if label in in_w and label in in_x]
+    row = [label for label in in_y if label in in_w and label not in in_x]
+    col = [label for label in in_w if label in in_x and label not in in_y]
+    idle = [label for label in in_w if label not in in_x and label not in in_y]
+    if any(label not in in_x for label in position) or any(size[label] > 1 for label in idle):
+        return None
+    summed = [axis for axis, label in enumerate(in_x) if label not in in_y and label not in in_w]
+    size |= {label: n for label, n in zip(in_x, x.shape, strict=True) if label in col}
+    k, o, i = (prod(size[label] for label in part) for part in (group, row, col))
+    count = len(position)
+
+    def right() -> Tensor:
+        values = x.sum(summed) if summed else x
+        kept = [label for label in in_x if label in in_y or label in in_w]
+        values = values.permute([kept.index(label) for label in position + group + col])
+        sizes = [size[label] for label in position + group]
+        values = values.expand(*sizes, *values.shape[len(sizes) :])
+        return values.reshape(*sizes[:count], k, i)
+
+    def left(y: Tensor) -> Tensor:
+        y = y.permute(0, *(1 + in_y.index(label) for label in position + group + row))
+        return y.reshape(*y.shape[: 1 + count], k, o)
+
+    perm = tuple(in_w.index(label) for label in idle + group + row + col)
+    weight_source = call.source(weight)
+    bias_source = None if bias is None else call.source(bias)
+    if (
+        bias_source is not None
+        and bias is not None
+        and (bias.numel() != k * o or in_y[-len(group + row) :] != group + row)
+    ):
+        return None
+    return Contraction(name, weight_source, bias_source, tuple(weight.shape), perm, k, o, i, right, left)
+
+
+@rule(F.linear)
+def linear(call: Call) -> Use | None:
+    x, weight, bias = call.bind("input", "weight", "bias")
+    if weight.dim() != 2 or call.source(x) is not None:
+        return None
+    lead = list(range(x.dim() - 1))
+    return contraction("linear", x, weight, ([*lead, "i"], ["o", "i"], [*lead, "o"]), call, bias)
+
+
+def product(call: Call, a: Tensor, b: Tensor, name: str, bias: Tensor | None = None) -> Use | None:
+    """a @ b with the parameter on either side, batch axes broadcast."""
+    on_left, on_right = call.source(a) is not None, call.source(b) is not None
+    if on_left == on_right:
+        return None
+    lead_a, lead_b = max(a.dim() - 2, 0), max(b.dim() - 2, 0)
+    lead = max(lead_a, lead_b)
+    batch = [f"b{axis}" for axis in range(lead)]
+    in_a = [*batch[lead - lead_a :], *(["s", "i"] if a.dim() > 1 else ["i"])]
+    in_b = [*batch[lead - lead_b :], *(["i", "o"] if b.dim() > 1 else ["i"])]
+    in_y = [*batch, *(["s"] if a.dim() > 1 else []), *(["o"] if b.dim() > 1 else [])]
+    weight, x, in_w, in_x = (a, b, in_a, in_b) if on_left else (b, a, in_b, in_a)
+    # a batch axis of size one in the weight is broadcast, not a group: it gets a label of its own
+    in_w = [f"{label}w" if label in batch and n == 1 else label for label, n in zip(in_w, weight.shape, strict=True)]
+    return contraction(name, x, weight, (in_x, in_w, in_y), call, bias)
+
+
+@rule(*methods("matmul", "mm", "bmm", "mv", "__matmul__", "__rmatmul__"), torch.linalg.matmul)
+def matmul(call: Call) -> Use | None:
+    a, b = [*call.args, *call.kwargs.values()][:2]
+    if getattr(call.function, "__name__", "") == "__rmatmul__":
+        a, b = b, a
+    return product(call, a, b, "matmul")
+
+
+@rule(*methods("addmm", "baddbmm", "addbmm"))
+def addmm(call: Call) -> Use | None:
+    bias, a, b = call.bind("input", "mat1", "mat2")
+    name = getattr(call.function, "__name__", "addmm")
+    if a is None:
+        bias, a, b = call.bind("input", "batch1", "batch2")
+    if any(call.kwargs.get(scale, 1) != 1 for scale in ("alpha", "beta")) or name == "addbmm" or len(call.args) > 3:
+        return None
+    if call.source(a) is not None and call.source(bias) is not None:
+        return None
+    is_bias = call.source(bias) is not None
+    if is_bias and call.source(a) is None and call.source(b) is None:
+        return None
+    if is_bias and bias.dim() != 1:
+        return None
+    return product(call, a, b, name, bias if is_bias else None)
+
+
+@rule(torch.einsum)
+def einsum(call: Call) -> Use | None:
+    equation, *operands = call.args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2:
+        return None
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if not arrow or len(terms) != 2:
+        return None
+    shared = max(t.dim() - len(term.replace("...", "")) for t, term in zip(operands, terms, strict=True))
+    named = []
+    for term, tensor in [*zip(terms, operands, strict=True), (result, call.out)]:
+        before, dots, after = term.partition("...")
+        extra = tensor.dim() - len(before) - len(after) if dots else 0
+        named.append([*before, *(f"...{shared - extra + j}" for j in range(extra)), *after])
+    a, b = operands
+    if (call.source(a) is None) == (call.source(b) is None):
+        return None
+    if call.source(a) is not None:
+        return contraction("einsum", b, a, (named[1], named[0], named[2]), call, None)
+    return contraction("einsum", a, b, (named[0], named[1], named[2]), call, None)
+
+
+@rule(F.bilinear)
+def bilinear(call: Call) -> Use | None:
+    a, b, weight, bias = call.bind("input1", "input2", "weight", "bias")
+    if call.source(a) is not None or call.source(b) is not None:
+        return None
+    x = (a.unsqueeze(-1) * b.unsqueeze(-2)).flatten(-2)
+    o, i, j = weight.shape
+    bias_source = None if bias is None else call.source(bias)
+    return Contraction(
+        "bilinear", call.source(weight), bias_source, (1, o, i * j), (0, 1, 2), 1, o, i * j,
+        lambda: x.unsqueeze(-2), lambda y: y.unsqueeze(-2),
+    )  # fmt: skip
+
+
+def _convolution(call: Call, dims: int, transposed: bool) -> Use | None:
+    if transposed:
+        names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+        defaults = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+        x, weight, bias, stride, padding, extra, groups, dilation = call.bind(*names, **defaults)
+    else:
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        defaults = {"stride": 1, "padding": 0, "groups": 1, "dilation": 1}
+        x, weight, bias, stride, padding, dilation, groups = call.bind(*names, **defaults)
+        extra = 0
+    if call.source(x) is not None or x.dim() not in (dims + 1, dims + 2):
+        return None
+    alone = x.dim() == dims + 1  # an input without a batch axis
+    kernel = tuple(weight.shape[2:])
+
+    def right() -> Tensor:
+        batch = x.unsqueeze(0) if alone else x
+        if transposed:
+            return transposed_patches(batch, kernel, stride, padding, extra, groups, dilation)
+        return patches(batch, kernel, stride, padding, dilation, groups)
+
+    def left(y: Tensor) -> Tensor:
+        return channels_last(y.unsqueeze(1) if alone else y, groups)
+
+    split, perm, rows, cols = weight_axes(weight.shape, groups, transposed)
+    bias_source = None if bias is None else call.source(bias)
+    name = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
+    return Contraction(name, call.source(weight), bias_source, split, perm, groups, rows, cols, right, left)
+
+
+for _dims, _conv, _transposed in (
+    (1, F.conv1d, F.conv_transpose1d),
+    (2, F.conv2d, F.conv_transpose2d),
+    (3, F.conv3d, F.conv_transpose3d),
+):
+    RULES[_conv] = lambda call, dims=_dims: _convolution(call, dims, transposed=False)
+    RULES[_transposed] = lambda call, dims=_dims: _convolution(call, dims, transposed=True)
+
+
+# -- broadcast ------------------------------------------------------------------------------------------------------
+
+
+def _affine(name: str, call: Call, weight: Tensor | None, bias: Tensor | None, view: Callable, plain: Callable) -> Use:
+    """A normalisation y = plain * weight + bias, the parameters broadcast as `view` says."""
+    terms = []
+    if weight is not None and (source := call.source(weight)) is not None:
+        terms.append((source, view(weight), plain))
+    if bias is not None and (source := call.source(bias)) is not None:
+        terms.append((source, view(bias), None))
+    return Broadcast(name, terms)
+
+
+def _bound(call: Call) -> dict[str, Any]:
+    bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _data_only(call: Call, arguments: dict[str, Any]) -> bool:
+    """Whether every parameter sits in the weight or bias slot."""
+    return all(call.source(value) is None for key, value in arguments.items() if key not in ("weight", "bias"))
+
+
+@rule(F.layer_norm, F.rms_norm)
+def layer_norm(call: Call) -> Use | None:
+    bound = _bound(call)
+    if not _data_only(call, bound):
+        return None
+    plain = bound | {key: None for key in ("weight", "bias") if key in bound}
+    name = call.function.__name__
+    return _affine(
+        name, call, bound["weight"], bound.get("bias"), lambda p: tuple(p.shape), lambda: call.function(**plain)
+    )
+
+
+@rule(F.batch_norm, F.group_norm, F.instance_norm)
+def channel_norm(call: Call) -> Use | None:
+    bound = _bound(call)
+    x = bound["input"]
+    if not _data_only(call, bound) or x.dim() < 2:
+        return None
+    plain = bound | {"weight": None, "bias": None}
+
+    def view(parameter: Tensor) -> tuple[int, ...]:
+        return (1, parameter.numel(), *(1,) * (x.dim() - 2))
+
+    return _affine(call.function.__name__, call, bound["weight"], bound["bias"], view, lambda: call.function(**plain))
+
+
+@rule(*methods("prelu"), F.prelu)
+def prelu(call: Call) -> Use | None:
+    x, weight = [*call.args, *call.kwargs.values()][:2]
+    source = call.source(weight)
+    if source is None or call.source(x) is not None:
+        return None
+    view = (1, weight.numel(), *(1,) * (x.dim() - 2)) if x.dim() > 1 else (weight.numel(),)
+    return Broadcast("prelu", [(source, view, lambda: x.clamp_max(0))])
+
+
+ELEMENTWISE = (
+    "add", "sub", "mul", "div", "rsub", "subtract", "multiply", "divide", "true_divide", "pow", "float_power",
+    "maximum", "minimum", "fmax", "fmin", "where", "lerp", "addcmul", "addcdiv", "atan2", "hypot", "logaddexp", "xlogy",
+)  # fmt: skip
+_OPERATORS = ("add", "sub", "mul", "truediv", "pow")
+IN_PLACE = frozenset(methods(*(f"{name}_" for name in ELEMENTWISE)) + methods(*(f"__i{name}__" for name in _OPERATORS)))
+_PLAIN_SUM = frozenset(methods("add", "add_", "__add__", "__radd__", "__iadd__"))
+
+
+@rule(
+    *methods(*ELEMENTWISE, *(f"{name}_" for name in ELEMENTWISE)),
+    *methods(*(f"__{prefix}{name}__" for name in _OPERATORS for prefix in ("", "r", "i"))),
+)
+def elementwise(call: Call) -> Use | None:
+    """Any elementwise operation: the factor is its derivative in the parameter, entry by entry, taken by autograd."""
+    terms = []
+    positional = list(call.args)
+
+    def detached(value: Any) -> Any:  # a copy where the operation would write into it
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().clone() if call.function in IN_PLACE else value.detach()
+
+    slots = [*((i, value) for i, value in enumerate(positional)), *call.kwargs.items()]
+    for slot, value in slots:
+        if not isinstance(value, Tensor) or (source := call.source(value)) is None:
+            continue
+        if call.function in _PLAIN_SUM and "alpha" not in call.kwargs:
+            terms.append((source, tuple(value.shape), None))
+            continue
+
+        def factor(slot=slot, value=value) -> Tensor:
+            with torch.enable_grad():
+                point = value.detach().expand(call.out.shape).clone().requires_grad_()
+                args = [point if i == slot else detached(v) for i, v in enumerate(positional)]
+                kwargs = {key: point if key == slot else detached(v) for key, v in call.kwargs.items()}
+                return torch.autograd.grad(call.function(*args, **kwargs).sum(), point)[0]
+
+        terms.append((source, tuple(value.shape), factor))
+    return Broadcast(getattr(call.function, "__name__", "elementwise").strip("_"), terms) if terms else None
+
+
+# -- lookup ---------------------------------------------------------------------------------------------------------
+
+
+@rule(F.embedding)
+def embedding(call: Call) -> Use | None:
+    bound = _bound(call)
+    if bound["scale_grad_by_freq"] or call.source(bound["input"]) is not None:
+        return None
+    weight, padding = bound["weight"], bound["padding_idx"]
+    if padding is not None and padding < 0:
+        padding += weight.shape[0]
+    return Lookup("embedding", call.source(weight), bound["input"].detach().clone(), tuple(weight.shape), padding)

@@ -1,0 +1,82 @@
+"""Where a tensor that holds parameters came from: a view of one parameter, or something computed from several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A view of (part of) one parameter that is dense in memory.
+
+    The entries are start..start+numel of the flat vector, row-major over `stored`; axis j of the view is axis
+    `order[j]` of `stored`. A transpose, a chunk along axis 0, a reshape or an added axis are all aliases.
+    """
+
+    name: str
+    start: int
+    stored: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset((self.name,))
+
+    @property
+    def size(self) -> int:
+        return prod(self.stored)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the view is row-major itself."""
+        return self.order == tuple(range(len(self.order)))
+
+    def factorised(self, split: tuple[int, ...], perm: tuple[int, ...]) -> tuple[tuple, tuple] | None:
+        """(stored, order) of the view reshaped to `split` and permuted by `perm`; None if it is not a dense view."""
+        if self.in_order:
+            return split, perm
+        if split == tuple(self.stored[axis] for axis in self.order):
+            return self.stored, tuple(self.order[axis] for axis in perm)
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """A tensor computed from parameters alone (weight norm, low-rank updates, positional tables): no data in it.
+
+    Rows in its entries are pulled back to the parameters by autograd.
+    """
+
+    names: frozenset[str]
+    tensor: Tensor
+
+
+Source = Alias | Derived
+
+
+def parameter_alias(name: str, start: int, parameter: Tensor) -> Alias:
+    return Alias(name, start, tuple(parameter.shape), tuple(range(parameter.dim())))
+
+
+def view_alias(out: Tensor, parameter: Tensor, whole: Alias) -> Alias | None:
+    """The alias that `out` is, if it is a dense view of the contiguous `parameter`."""
+    if not parameter.is_contiguous() or out.numel() == 0 or out.dtype != parameter.dtype:
+        return None
+    if out.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+        return None
+    offset = out.storage_offset() - parameter.storage_offset()
+    if offset < 0 or offset + out.numel() > parameter.numel():
+        return None
+    if out.is_contiguous():
+        return Alias(whole.name, whole.start + offset, tuple(out.shape), tuple(range(out.dim())))
+    axes = sorted(range(out.dim()), key=lambda axis: (out.shape[axis] == 1, -out.stride(axis)))
+    expected = 1
+    for axis in reversed(axes):
+        if out.shape[axis] > 1 and out.stride(axis) != expected:
+            return None
+        expected *= out.shape[axis]
+    order = tuple(axes.index(axis) for axis in range(out.dim()))
+    return Alias(whole.name, whole.start + offset, tuple(out.shape[axis] for axis in axes), order)

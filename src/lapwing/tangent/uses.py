@@ -1,0 +1,210 @@
+"""One use of parameters by one operation, in the form that turns cotangents of its output into rows.
+
+    Contraction   y[pos, k, o] = sum_i x[pos, k, i] w[k, o, i] + b[k, o]     linear, matmul, einsum, convolutions
+    Broadcast     y = factor * w + ... with w broadcast over y              norms, scales, shifts, PReLU
+    Lookup        y[pos] = w[index[pos]]                                    embedding
+
+A use knows nothing of samples; `samples.SampleAxis` says how its positions divide into data points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.linalg.rows import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece
+from lapwing.tangent.samples import SampleAxis
+from lapwing.tangent.sources import Alias, Derived, Source
+
+PullBack = Callable[[Derived, Tensor], list[Piece]]
+
+
+@dataclass
+class Use:
+    """What every use has: the name of its operation, its output's shape, and the edge to differentiate."""
+
+    operation: str
+    shape: torch.Size = field(init=False)
+    edge: Any = field(init=False, default=None)
+
+    @property
+    def sources(self) -> list[Source]:
+        raise NotImplementedError
+
+    def without(self, names: frozenset[str]) -> Use | None:
+        """The use with some parameters left out; None if nothing is left."""
+        raise NotImplementedError
+
+    def positions(self, y: Float[Tensor, "r *out"]) -> Tensor:
+        """y as [R, *positions, *features]; the sample axis is one of the positions."""
+        raise NotImplementedError
+
+    @property
+    def features(self) -> int:
+        """Number of trailing feature axes of `positions`."""
+        raise NotImplementedError
+
+    def pieces(
+        self, grad: Float[Tensor, "r *out"], samples: SampleAxis, dtype: torch.dtype, pull: PullBack
+    ) -> list[Piece]:
+        """Rows for cotangents `grad` of the output, in whole flat coordinates."""
+        raise NotImplementedError
+
+
+def _dropped(source: Source | None, names: frozenset[str]) -> Source | None:
+    return None if source is None or source.names & names else source
+
+
+@dataclass
+class Contraction(Use):
+    """y = x w + b in canonical axes. `split` and `perm` bring the weight to [K, O, I]."""
+
+    weight: Source | None
+    bias: Source | None
+    split: tuple[int, ...]
+    perm: tuple[int, ...]
+    groups: int
+    rows: int
+    cols: int
+    right: Callable[[], Tensor]
+    left: Callable[[Tensor], Tensor]
+
+    @property
+    def sources(self) -> list[Source]:
+        return [source for source in (self.weight, self.bias) if source is not None]
+
+    def without(self, names: frozenset[str]) -> Contraction | None:
+        use = replace(self, weight=_dropped(self.weight, names), bias=_dropped(self.bias, names))
+        use.shape, use.edge = self.shape, self.edge
+        return use if use.sources else None
+
+    def positions(self, y: Tensor) -> Tensor:
+        return self.left(y)
+
+    @property
+    def features(self) -> int:
+        return 2
+
+    def pieces(self, grad: Tensor, samples: SampleAxis, dtype: torch.dtype, pull: PullBack) -> list[Piece]:
+        left = samples.split(self.left(grad.to(dtype)), lead=1, features=2)
+        out: list[Piece] = []
+        bias = self.bias if isinstance(self.bias, Alias) and self.bias.in_order else None
+        if self.weight is not None:
+            right = samples.split(self.right().detach().to(dtype), lead=0, features=2)
+            if isinstance(self.weight, Alias):
+                stored_order = self.weight.factorised(self.split, self.perm)
+                if stored_order is not None:
+                    layout = MatrixLayout(self.weight.start, *stored_order, self.groups, self.rows, self.cols)
+                    if bias is not None:
+                        layout = replace(layout, bias=bias.start)
+                        right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], dim=-1)
+                    out.append(OuterRows(layout, left, right))
+                    if bias is not None or self.bias is None:
+                        return out
+                    return out + self._bias_rows(left, pull)
+            local = MatrixLayout(0, self.split, self.perm, self.groups, self.rows, self.cols)
+            dense = left.new_zeros(*left.shape[:2], prod(self.split))
+            OuterRows(local, left, right).add_to(dense, slice(0, left.shape[1]))
+            out += spread(self.weight, dense, pull)
+        return out + (self._bias_rows(left, pull) if self.bias is not None else [])
+
+    def _bias_rows(self, left: Tensor, pull: PullBack) -> list[Piece]:
+        assert self.bias is not None
+        return spread(self.bias, left.sum(2).flatten(2), pull)
+
+
+@dataclass
+class Broadcast(Use):
+    """y depends on each parameter elementwise: dy = factor * d(parameter viewed as `view`, broadcast to y)."""
+
+    terms: list[tuple[Source, tuple[int, ...], Callable[[], Tensor] | None]]
+
+    @property
+    def sources(self) -> list[Source]:
+        return [source for source, _, _ in self.terms]
+
+    def without(self, names: frozenset[str]) -> Broadcast | None:
+        use = replace(self, terms=[term for term in self.terms if not term[0].names & names])
+        use.shape, use.edge = self.shape, self.edge
+        return use if use.terms else None
+
+    def positions(self, y: Tensor) -> Tensor:
+        return y
+
+    @property
+    def features(self) -> int:
+        return 0
+
+    def pieces(self, grad: Tensor, samples: SampleAxis, dtype: torch.dtype, pull: PullBack) -> list[Piece]:
+        out: list[Piece] = []
+        for source, view, factor in self.terms:
+            values = grad.to(dtype)
+            if factor is not None:
+                values = values * factor().detach().to(dtype)
+            view = (1,) * (values.dim() - 1 - len(view)) + tuple(view)
+            summed = [1 + axis for axis, size in enumerate(view) if size == 1 and axis != samples.axis]
+            values = values.sum(summed, keepdim=True) if summed else values
+            values = samples.split_only(values)  # [R, N, *view]
+            out += spread(source, values.flatten(2), pull)
+        return out
+
+    def blocked(self, axis: int) -> bool:
+        """Whether a parameter varies along this axis of y (which then cannot be the sample axis)."""
+        for _, view, _ in self.terms:
+            full = (1,) * (len(self.shape) - len(view)) + tuple(view)
+            if full[axis] != 1:
+                return True
+        return False
+
+
+@dataclass
+class Lookup(Use):
+    """y[pos] = w[index[pos]]; positions equal to `padding` pass no gradient."""
+
+    weight: Source
+    index: Tensor
+    table: tuple[int, int]
+    padding: int | None
+
+    @property
+    def sources(self) -> list[Source]:
+        return [self.weight]
+
+    def without(self, names: frozenset[str]) -> Lookup | None:
+        return None if self.weight.names & names else self
+
+    def positions(self, y: Tensor) -> Tensor:
+        return y
+
+    @property
+    def features(self) -> int:
+        return 1
+
+    def pieces(self, grad: Tensor, samples: SampleAxis, dtype: torch.dtype, pull: PullBack) -> list[Piece]:
+        left = samples.split(grad.to(dtype), lead=1, features=1)
+        index = samples.split(self.index, lead=0, features=0)
+        if self.padding is not None:
+            left = left * (index != self.padding).unsqueeze(-1)
+        layout = MatrixLayout(0, self.table, (0, 1), 1, *self.table)
+        if isinstance(self.weight, Alias) and self.weight.in_order:
+            return [LookupRows(replace(layout, start=self.weight.start), left, index)]
+        dense = left.new_zeros(*left.shape[:2], prod(self.table))
+        LookupRows(layout, left, index).add_to(dense, slice(0, left.shape[1]))
+        return spread(self.weight, dense, pull)
+
+
+def spread(source: Source, rows: Float[Tensor, "r n size"], pull: PullBack) -> list[Piece]:
+    """Rows in the entries of a source, in flat coordinates: put in stored order, or pulled back by autograd."""
+    if isinstance(source, Derived):
+        return pull(source, rows)
+    if not source.in_order:
+        shape = tuple(source.stored[axis] for axis in source.order)
+        back = sorted(range(len(source.order)), key=source.order.__getitem__)
+        rows = rows.unflatten(2, shape).permute(0, 1, *(2 + axis for axis in back)).flatten(2)
+    return [DenseRows(source.start, rows)]
