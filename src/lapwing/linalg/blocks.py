@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.psd import Curvature, Precision, check_prior
+from lapwing.linalg.psd import Curvature, Precision, check_prior, same_kind
 from lapwing.linalg.rows import Piece, Segments, route
 
 
@@ -28,9 +28,9 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Curvature):
-    """Block-diagonal; the segments of the blocks cover 0..size without overlap."""
+    """Block-diagonal; the segments of the blocks cover 0..params without overlap."""
 
-    size: int
+    params: int
     blocks: tuple[Block, ...]
 
     def __post_init__(self) -> None:
@@ -40,18 +40,19 @@ class Blocks(Curvature):
             if start != at:
                 raise CurvatureError(f"blocks leave out or repeat position {min(at, start)}; expected each once.")
             at = stop
-        if at != self.size:
-            raise CurvatureError(f"blocks cover {at} positions; expected {self.size} (= P).")
+        if at != self.params:
+            raise CurvatureError(f"blocks cover {at} positions; expected {self.params} (= P).")
 
-    def _zip(self, other: Blocks) -> zip:
-        self._same_kind(other)
+    @property
+    def size(self) -> int:
+        return self.params
+
+    def __add__(self, other: Curvature) -> Blocks:
+        other = same_kind(self, other)
         if [b.segments for b in self.blocks] != [b.segments for b in other.blocks]:
             raise CurvatureError("cannot add block-diagonal curvatures with different blocks; fit both the same way.")
-        return zip(self.blocks, other.blocks, strict=True)
-
-    def __add__(self, other: Blocks) -> Blocks:
-        blocks = (Block(a.name, a.segments, a.curvature + b.curvature) for a, b in self._zip(other))
-        return Blocks(self.size, tuple(blocks))
+        pairs = zip(self.blocks, other.blocks, strict=True)
+        return Blocks(self.size, tuple(Block(a.name, a.segments, a.curvature + b.curvature) for a, b in pairs))
 
     def __mul__(self, scale: float | Tensor) -> Blocks:
         return Blocks(self.size, tuple(Block(b.name, b.segments, b.curvature * scale) for b in self.blocks))
@@ -89,8 +90,12 @@ class Blocks(Curvature):
 
 @dataclass(frozen=True, eq=False)
 class BlocksPrecision(Precision):
-    size: int
+    params: int
     parts: tuple[tuple[Segments, Precision], ...]
+
+    @property
+    def size(self) -> int:
+        return self.params
 
     def _gathered(self, values: Sequence[Tensor]) -> Tensor:
         """Parts in flat order, out of place so that gradients in the prior flow."""

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.psd import Curvature, Precision, check_positive, check_prior, eigh, normal
+from lapwing.linalg.psd import Curvature, Precision, check_finite, check_positive, check_prior, eigh, normal, same_kind
 from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, assemble, chunks, rows_of
 
 
@@ -29,12 +29,11 @@ class Dense(Curvature):
     matrix: Float[Tensor, "params params"]
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.matrix.shape[-1]
 
-    def __add__(self, other: Dense) -> Dense:
-        self._same_kind(other)
-        return Dense(self.matrix + other.matrix)
+    def __add__(self, other: Curvature) -> Dense:
+        return Dense(self.matrix + same_kind(self, other).matrix)
 
     def __mul__(self, scale: float | Tensor) -> Dense:
         return Dense(self.matrix * scale)
@@ -60,11 +59,13 @@ class Dense(Curvature):
             check_positive((values + delta).detach(), "curvature + prior")
             return EigenPrecision(vectors, values + delta)
         # a prior that differs between parameters has its own eigenvectors: Cholesky is the cheaper decomposition
+        check_finite(self.matrix, "the curvature")
         factor, info = torch.linalg.cholesky_ex(self.matrix + delta.diag())
         if int(info):
             raise CurvatureError(
                 "curvature + prior is not positive definite; expected every prior precision > 0 where the curvature "
-                "is singular. Use a larger prior precision; a Hessian away from a minimum is indefinite, the GGN never is."
+                "is singular. Use a larger prior precision; a Hessian away from a minimum is indefinite, the GGN never "
+                "is."
             )
         return CholeskyPrecision(factor)
 
@@ -93,7 +94,7 @@ class EigenPrecision(DensePrecision):
     values: Float[Tensor, " params"]
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.values.shape[-1]
 
     def whiten(self, v: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class CholeskyPrecision(DensePrecision):
     factor: Float[Tensor, "params params"]
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.factor.shape[-1]
 
     def whiten(self, v: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.linalg.gram import weighted_gram
-from lapwing.linalg.psd import Curvature, Precision, check_finite, check_positive, check_prior, normal
+from lapwing.linalg.psd import Curvature, Precision, check_finite, check_positive, check_prior, normal, same_kind
 from lapwing.linalg.rows import Piece
 
 
@@ -26,12 +26,11 @@ class Diagonal(Curvature):
     values: Float[Tensor, " params"]
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.values.shape[-1]
 
-    def __add__(self, other: Diagonal) -> Diagonal:
-        self._same_kind(other)
-        return Diagonal(self.values + other.values)
+    def __add__(self, other: Curvature) -> Diagonal:
+        return Diagonal(self.values + same_kind(self, other).values)
 
     def __mul__(self, scale: float | Tensor) -> Diagonal:
         return Diagonal(self.values * scale)
@@ -57,7 +56,7 @@ class DiagonalPrecision(Precision):
     values: Float[Tensor, " params"]
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.values.shape[-1]
 
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lapwing.errors import CurvatureError
 from lapwing.linalg.gram import lookup_gram, matrix_gram, outer_gram
-from lapwing.linalg.psd import Curvature, Precision, check_positive, check_prior, eigh_psd, normal
-from lapwing.linalg.rows import DEFAULT_BUDGET, LookupRows, MatrixLayout, OuterRows, Piece, assemble, chunks, rows_of
+from lapwing.linalg.psd import Curvature, Precision, check_positive, check_prior, eigh_psd, normal, same_kind
+from lapwing.linalg.rows import DEFAULT_BUDGET, LookupRows, MatrixLayout, OuterRows, Piece, assemble, chunks, contract, rows_of
 
 Factor = Tensor
 """[K, d, d], or [K, d] for a diagonal matrix."""
@@ -60,12 +60,12 @@ class Kronecker(Curvature):
     factored_damping: bool = False
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.layout.groups * self.layout.rows * self.layout.width
 
-    def __add__(self, other: Kronecker) -> Kronecker:
+    def __add__(self, other: Curvature) -> Kronecker:
         """Adds the sums and the counts: the curvature of both data sets, as if estimated in one pass."""
-        self._same_kind(other)
+        other = same_kind(self, other)
         if len(self.terms) != len(other.terms):
             raise CurvatureError(f"cannot add {len(other.terms)} Kronecker terms to {len(self.terms)}.")
         return replace(self, terms=tuple(a + b for a, b in zip(self.terms, other.terms, strict=True)))
@@ -180,7 +180,7 @@ class KroneckerPrecision(Precision):
     parts: tuple[EigenPart, ...]
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.layout.groups * self.layout.rows * self.layout.width
 
     def _map(self, matrix: Tensor, function) -> Tensor:
@@ -213,12 +213,7 @@ class KroneckerPrecision(Precision):
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
         if len(pieces) == 1 and isinstance(pieces[0], OuterRows) and pieces[0].layout == self.layout:
-            piece = pieces[0]
-            if piece.shared == 1:
-                return self._outer(piece)
-            # rotate the factors, not the matrix: T (O^2 + I^2) instead of O I (O + I) per row, whichever is less
-            if piece.shared * (self.layout.rows + self.layout.width) < self.layout.rows * self.layout.width:
-                return self._rotated(piece)
+            return self._outer(pieces[0]) if pieces[0].shared == 1 else self._shared(pieces[0])
         if len(pieces) == 1 and isinstance(pieces[0], LookupRows) and self._is_table:
             (part,) = self.parts
             left = _rotate_vectors(pieces[0].left.unsqueeze(-2), part.col_vectors).squeeze(-2)
@@ -240,27 +235,31 @@ class KroneckerPrecision(Precision):
             grams.append(outer_gram(rotated, inputs, part.values.reciprocal()))
         return torch.stack(grams).sum(0)
 
-    def _rotated(self, piece: OuterRows) -> Tensor:
+    def _shared(self, piece: OuterRows) -> Tensor:
+        """With sharing the rows of this layer are formed; each side is rotated before or after, whichever is less."""
         count, batch = rows_of(piece)
+        rows_before = piece.shared < self.layout.width
+        cols_before = piece.shared < count * self.layout.rows
         total = []
-        for rows in chunks(batch, 3 * 8 * count * self.size, DEFAULT_BUDGET):
+        for points in chunks(batch, 3 * 8 * count * self.size, DEFAULT_BUDGET):
             grams = []
             for part in self.parts:
-                left = _rotate_vectors(piece.left[:, rows], part.row_vectors)
-                right = _rotate_vectors(piece.right[rows][..., part.part], part.col_vectors)
-                matrix = left.permute(0, 1, 3, 4, 2) @ right.permute(0, 2, 1, 3)
+                left, right = piece.left[:, points], piece.right[points][..., part.part]
+                left = _rotate_vectors(left, part.row_vectors if rows_before else None)
+                right = _rotate_vectors(right, part.col_vectors if cols_before else None)
+                matrix = contract(left, right)
+                matrix = _rotate_last(matrix, None if cols_before else part.col_vectors)
+                matrix = _rotate_last(matrix.mT, None if rows_before else part.row_vectors).mT
                 grams.append(matrix_gram(matrix.flatten(2), part.values.reciprocal().flatten()))
             total.append(torch.stack(grams).sum(0))
         return torch.cat(total)
 
     def _formed(self, pieces: Sequence[Piece]) -> Tensor:
+        """Rows given in any other way (several uses, another layout): spelled out within the budget."""
         count, batch = rows_of(pieces[0])
         total = []
-        for rows in chunks(batch, 4 * 8 * count * self.size, DEFAULT_BUDGET):
-            if len(pieces) == 1 and isinstance(pieces[0], OuterRows) and pieces[0].layout == self.layout:
-                matrix = pieces[0].matrix(rows)
-            else:
-                matrix = self.layout.gather(assemble(pieces, self.size, rows))
+        for points in chunks(batch, 4 * 8 * count * self.size, DEFAULT_BUDGET):
+            matrix = self.layout.gather(assemble(pieces, self.size, points))
             grams = [
                 matrix_gram(part.rotate(matrix[..., part.part]).flatten(2), part.values.reciprocal().flatten())
                 for part in self.parts
@@ -326,6 +325,12 @@ def _rotate_vectors(vectors: Float[Tensor, "*batch groups d"], rotation: Tensor 
     if rotation.shape[0] == 1:
         return vectors @ rotation[0]
     return (vectors.unsqueeze(-2) @ rotation).squeeze(-2)
+
+
+def _rotate_last(matrix: Float[Tensor, "*batch groups rows d"], rotation: Tensor | None) -> Tensor:
+    if rotation is None:
+        return matrix
+    return matrix @ (rotation[0] if rotation.shape[0] == 1 else rotation)
 
 
 def _factored(row_values: Tensor, col_values: Tensor, delta: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The two contracts every structure meets: `Curvature` [P, P], a sum over data points, and `Precision` = curvature + prior.
+"""The two contracts every structure meets: `Curvature` [P, P], summed over data, and `Precision`, curvature + prior.
 
 A curvature adds and scales; a precision solves, draws, and has a log-determinant. A structure decomposes itself once,
 when the first precision is asked of it; every further prior then costs O(P) or so, and `logdet`, `solve` and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -48,7 +48,10 @@ class LinearMap(Protocol):
 class Curvature(ABC):
     """A symmetric positive semi-definite matrix [P, P] (or a Hessian, which may be indefinite), summed over data."""
 
-    size: int
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """P, the number of parameters."""
 
     @abstractmethod
     def __add__(self, other: Curvature) -> Curvature:
@@ -74,18 +77,14 @@ class Curvature(ABC):
     def __rmul__(self, scale: float | Tensor) -> Curvature:
         return self * scale
 
-    def _same_kind(self, other: object) -> None:
-        if type(other) is not type(self) or getattr(other, "size", None) != self.size:
-            raise CurvatureError(
-                f"cannot add {type(other).__name__} to {type(self).__name__} of size {self.size}; expected the same "
-                "structure over the same parameters. Fit both with one estimator and one parameter space."
-            )
-
 
 class Precision(ABC):
     """A symmetric positive definite matrix [P, P] that is solved with, sampled from and integrated."""
 
-    size: int
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """P, the number of parameters."""
 
     @abstractmethod
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
@@ -119,6 +118,19 @@ class Precision(ABC):
 
 # -- shared checks and decompositions -----------------------------------------------------------------------------
 
+AnyCurvature = TypeVar("AnyCurvature", bound=Curvature)
+
+
+def same_kind(ours: AnyCurvature, other: Curvature) -> AnyCurvature:
+    """`other`, if it has the structure and the size of `ours`; an error otherwise."""
+    if not isinstance(other, type(ours)) or other.size != ours.size:
+        size = f" of size {other.size}" if isinstance(other, Curvature) else ""
+        raise CurvatureError(
+            f"cannot add {type(other).__name__}{size} to {type(ours).__name__} of size {ours.size}; expected the same "
+            "structure over the same parameters. Fit both with one estimator and one parameter space."
+        )
+    return other
+
 
 def check_prior(precision: float | Tensor, size: int, like: Tensor) -> Float[Tensor, ""] | Float[Tensor, " size"]:
     """The prior precision as a tensor: a scalar or [size], finite and not negative."""
@@ -145,7 +157,7 @@ def check_finite(matrix: Tensor, what: str) -> None:
 
 def check_positive(values: Tensor, what: str) -> None:
     """Eigenvalues of a precision must be > 0."""
-    if bool((values <= 0).any()):
+    if not bool((values > 0).all()):  # not `<= 0`, which a NaN would pass
         raise CurvatureError(
             f"{what} is not positive definite (smallest eigenvalue {float(values.min()):.3g}); expected > 0. Use a "
             "larger prior precision; a Hessian away from a minimum is indefinite, the GGN never is."
