@@ -13,22 +13,20 @@ factor is diagonal. A parameter that reaches the data in no such way is an error
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from lapwing.errors import ParameterError, UnsupportedOperationError
 from lapwing.estimate.cotangents import Cotangents, exact, monte_carlo
-from lapwing.estimate.diagonal import add_squares
-from lapwing.estimate.passes import Batches, Pulled, pulled
+from lapwing.estimate.factors import Accumulator, DenseVector, DiagonalVector, Matrix, role_of
+from lapwing.estimate.passes import Batches, pulled
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Block, Blocks, Dense, DenseRows, Diagonal, Kronecker, LookupRows, MatrixLayout, OuterRows
-from lapwing.linalg import Piece, Segments, Term
-from lapwing.linalg.rows import assemble, connected, rows_of
+from lapwing.linalg import Block, Blocks, DenseRows, Diagonal, LookupRows, MatrixLayout, OuterRows, Piece, Segments
+from lapwing.linalg.rows import connected
 from lapwing.params import ParamSpace
-from lapwing.tangent import Tangent
+from lapwing.tangent import Linearisation, Tangent
+from lapwing.tangent.probe import Probe
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,16 @@ def kflr(
             "a sub-network given by a mask cuts through weights, which a Kronecker block cannot follow; expected whole "
             "tensors. Select by name or module, or use a full, block or diagonal structure."
         )
-    layers: dict[Segments, _Layer] = {}
+    blocks: dict[Segments, Accumulator] = {}
+    plans: dict[Probe, Plan] = {}
     for batch in pulled(tangent, likelihood, batches, cotangents, generator):
-        _check_structured(batch, settings.dense_limit)
-        for segments, group in _groups(batch.pieces, settings.dense_limit, space):
-            if segments not in layers:
-                layers[segments] = _layer(segments, group, settings, space)
-            layers[segments].add([piece.moved(segments) for piece in group], batch.first)
-    return _collect(layers, space)
+        probe = batch.linearisation.probe
+        if probe not in plans:
+            _check_structured(batch.linearisation, settings.dense_limit)
+            plans[probe] = _plan(batch.pieces, blocks, settings, tangent)
+        for block, members in plans[probe]:
+            block.add([batch.pieces[i] if part is None else batch.pieces[i].split()[part] for i, part in members], batch.first)
+    return _collect(blocks, space)
 
 
 def kfac(
@@ -88,8 +88,8 @@ def kfac(
 # -- which parameters form a block ----------------------------------------------------------------------------------
 
 
-def _check_structured(batch: Pulled, dense_limit: int) -> None:
-    record, space = batch.linearisation.record, batch.linearisation.space
+def _check_structured(linearisation: Linearisation, dense_limit: int) -> None:
+    record, space = linearisation.record, linearisation.space
     for name, operation in record.opaque.items():
         raise UnsupportedOperationError(
             f"parameter '{name}' is used by '{operation}', for which there is no Kronecker rule; expected linear, matmul, "
@@ -105,56 +105,46 @@ def _check_structured(batch: Pulled, dense_limit: int) -> None:
             )
 
 
-def _groups(pieces: Sequence[Piece], dense_limit: int, space: ParamSpace) -> list[tuple[Segments, list[Piece]]]:
-    """Pieces that form one block each: a weight with its bias where only this weight uses it, else each tensor alone."""
-    found = []
+Plan = list[tuple[Accumulator, list[tuple[int, int | None]]]]
+"""Which pieces (by number, and by part where a piece is split) go to which block; the same for every batch of a shape."""
+
+
+def _plan(
+    pieces: Sequence[Piece], blocks: dict[Segments, Accumulator], options: KroneckerOptions, tangent: Tangent
+) -> Plan:
+    """A weight with its bias forms a block where only this weight uses the bias, else each tensor alone."""
+    where: dict[int, tuple[int, int | None]] = {id(piece): (i, None) for i, piece in enumerate(pieces)}
+    groups = []
     for segments, group in connected(pieces):
         if _is_matrix(group) or all(isinstance(piece, DenseRows) for piece in group):
-            found.append((segments, group))
+            groups.append((segments, group))
             continue
-        for part, members in connected([part for piece in group for part in piece.split()]):
-            plain = _is_matrix(members) or all(isinstance(piece, DenseRows) for piece in members)
-            if not plain and part.size > dense_limit:
-                raise UnsupportedOperationError(
-                    f"parameter '{_name(part, space)}' is used by operations of different kinds, so that its curvature is no "
-                    f"Kronecker product, and its {part.size} entries exceed the limit of {dense_limit} for a dense block. "
-                    "Raise dense_limit, or use a full or diagonal structure."
-                )
-            found.append((part, members))
-    return found
+        apart = [(where[id(piece)][0], j, part) for piece in group for j, part in enumerate(piece.split())]
+        where |= {id(part): (i, j) for i, j, part in apart}
+        groups += connected([part for _, _, part in apart])
+    plan = []
+    for segments, group in groups:
+        if segments not in blocks:
+            blocks[segments] = _accumulator(segments, group, options, tangent)
+        plan.append((blocks[segments], [where[id(piece)] for piece in group]))
+    return plan
 
 
 def _is_matrix(group: Sequence[Piece]) -> bool:
     """Whether all pieces are one weight as a matrix, upright or transposed, with at most one bias, upright."""
-    upright = next((p.layout for p in group if isinstance(p, OuterRows)), None)
     if any(isinstance(piece, DenseRows) for piece in group):
         return False
-    if upright is None:
-        return len({p.layout for p in group if isinstance(p, LookupRows)}) == 1
-    with_bias = [p.layout for p in group if isinstance(p, OuterRows) and p.layout.bias is not None]
-    if len({layout.bias for layout in with_bias}) > 1:
+    if len({p.layout.bias for p in group if isinstance(p, OuterRows) and p.layout.bias is not None}) > 1:
         return False
-    upright = with_bias[0] if with_bias else upright
-    return all(_role(piece, upright) is not None for piece in group)
+    upright = _upright(group)
+    return all(role_of(piece, upright) is not None for piece in group)
 
 
-def _role(piece: Piece, upright: MatrixLayout) -> str | None:
-    """How a piece relates to the block's matrix: "upright", "transposed", "lookup", or not at all."""
-    if isinstance(piece, DenseRows):
-        return None
-    plain, other = replace(upright, bias=None), replace(piece.layout, bias=None)
-    if isinstance(piece, LookupRows):
-        same = (plain.start, plain.groups, plain.rows, plain.cols) == (other.start, 1, other.rows, other.cols)
-        return "lookup" if same and _row_major(plain) else None
-    if plain == other:
-        return "upright"
-    turned = replace(plain, order=plain.order[::-1], rows=plain.cols, cols=plain.rows)
-    two_axes = len(plain.stored) == 2 and plain.groups == 1
-    return "transposed" if two_axes and turned == other and piece.layout.bias is None else None
-
-
-def _row_major(layout: MatrixLayout) -> bool:
-    return layout.order == tuple(range(len(layout.order)))
+def _upright(group: Sequence[Piece]) -> MatrixLayout:
+    """The layout the block takes: that of the use with a bias, else of the first product, else of the table."""
+    outer = [piece.layout for piece in group if isinstance(piece, OuterRows)]
+    tables = [piece.layout for piece in group if isinstance(piece, LookupRows)]
+    return next((layout for layout in outer if layout.bias is not None), (tables + outer)[0])
 
 
 def _name(segments: Segments, space: ParamSpace) -> str:
@@ -162,129 +152,28 @@ def _name(segments: Segments, space: ParamSpace) -> str:
     return next(name for name in reversed(space.names) if space.starts[name] <= start)
 
 
-# -- accumulation ---------------------------------------------------------------------------------------------------
-
-
-class _Layer:
-    """Sums of one block over the data."""
-
-    def add(self, pieces: list[Piece], first: bool) -> None:
-        raise NotImplementedError
-
-    def curvature(self) -> Dense | Diagonal | Kronecker:
-        raise NotImplementedError
-
-
-def _layer(segments: Segments, group: Sequence[Piece], options: KroneckerOptions, space: ParamSpace) -> _Layer:
+def _accumulator(
+    segments: Segments, group: Sequence[Piece], options: KroneckerOptions, tangent: Tangent
+) -> Accumulator:
     if _is_matrix(group):
-        layouts = [piece.layout for piece in group if not isinstance(piece, DenseRows)]
-        outer = [piece.layout for piece in group if isinstance(piece, OuterRows)]
-        upright = next((layout for layout in outer if layout.bias is not None), (outer or layouts)[0])
-        return _Matrix(upright.moved(segments), options)
-    like = torch.zeros((), dtype=space.dtype, device=space.device)
+        sharing = options.sharing == "reduce"
+        return Matrix(segments, _upright(group), sharing, options.joint_bias, options.factored_damping)
+    zeros = torch.zeros(segments.size, dtype=tangent.space.dtype, device=tangent.space.device)
     if segments.size <= options.dense_limit:
-        return _DenseVector(like.new_zeros(segments.size, segments.size))
-    return _DiagonalVector(like.new_zeros(segments.size))
+        return DenseVector(segments, torch.diag(zeros))
+    if all(isinstance(piece, DenseRows) for piece in group):
+        return DiagonalVector(segments, zeros, tangent.budget)
+    raise UnsupportedOperationError(
+        f"parameter '{_name(segments, tangent.space)}' is used by operations of different kinds, so that its curvature is "
+        f"no Kronecker product, and its {segments.size} entries exceed the limit of {options.dense_limit} for a dense "
+        "block. Raise dense_limit, or use a full or diagonal structure."
+    )
 
 
-@dataclass
-class _DenseVector(_Layer):
-    total: Tensor
-
-    def add(self, pieces: list[Piece], first: bool) -> None:
-        flat = assemble(pieces, len(self.total), slice(0, rows_of(pieces[0])[1])).flatten(0, 1)
-        self.total.addmm_(flat.mT, flat)
-
-    def curvature(self) -> Dense:
-        return Dense(self.total)
-
-
-@dataclass
-class _DiagonalVector(_Layer):
-    total: Tensor
-
-    def add(self, pieces: list[Piece], first: bool) -> None:
-        add_squares(pieces, self.total, 2**28)
-
-    def curvature(self) -> Diagonal:
-        return Diagonal(self.total)
-
-
-@dataclass
-class _Matrix(_Layer):
-    """Sums of the factors, one term per role."""
-
-    layout: MatrixLayout
-    options: KroneckerOptions
-    terms: dict[str, Term] = field(default_factory=dict)
-
-    def add(self, pieces: list[Piece], first: bool) -> None:
-        by_role: dict[str, list[Piece]] = {}
-        for piece in pieces:
-            role = _role(piece, self.layout)
-            assert role is not None
-            by_role.setdefault(role, []).append(piece)
-        for role, members in by_role.items():
-            left, right, index = self._positions(members)
-            count = float(prod(left.shape[1:3]))
-            rows = _gram(left.flatten(0, 1))
-            if role == "lookup":
-                assert index is not None
-                counts = left.new_zeros(1, self.layout.rows)
-                if first:
-                    counts[0].index_add_(0, index.flatten(), torch.ones_like(index, dtype=left.dtype).flatten())
-                term = Term(self._widened(rows), counts, count if first else 0.0)
-            else:
-                width = self.layout.rows if role == "transposed" else right.shape[-1]
-                cols = _gram(right) if first else right.new_zeros(self.layout.groups, width, width)
-                if role == "transposed":
-                    cols, rows = self._widened(rows), cols
-                term = Term(cols, rows, count if first else 0.0)
-            self.terms[role] = self.terms[role] + term if role in self.terms else term
-
-    def _positions(self, members: list[Piece]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Left [R, n, t, k, o] and right [n, t, k, i] of all uses in one role, side by side as further positions."""
-        if isinstance(members[0], LookupRows):
-            tables = [piece for piece in members if isinstance(piece, LookupRows)]
-            left = torch.cat([piece.left for piece in tables], dim=2).unsqueeze(3)
-            index = torch.cat([piece.index for piece in tables], dim=1)
-            return left, left, index
-        outers = [piece for piece in members if isinstance(piece, OuterRows)]
-        width = self.layout.width if _role(outers[0], self.layout) == "upright" else self.layout.rows
-        rights = [torch.nn.functional.pad(piece.right, (0, width - piece.right.shape[-1])) for piece in outers]
-        left = outers[0].left if len(outers) == 1 else torch.cat([piece.left for piece in outers], dim=2)
-        right = rights[0] if len(outers) == 1 else torch.cat(rights, dim=1)
-        if self.options.sharing == "reduce" and left.shape[2] > 1:
-            left, right = left.sum(2, keepdim=True), right.mean(1, keepdim=True)
-        return left, right, None
-
-    def _widened(self, factor: Tensor) -> Tensor:
-        """A zero for the bias column, which this role does not use."""
-        extra = self.layout.width - factor.shape[-1]
-        return torch.nn.functional.pad(factor, (0, extra, 0, extra)) if extra else factor
-
-    def curvature(self) -> Kronecker:
-        terms = tuple(self.terms[role] for role in sorted(self.terms))
-        return Kronecker(self.layout, terms, self.options.joint_bias, self.options.factored_damping)
-
-
-def _gram(values: Tensor) -> Tensor:
-    """[m, t, k, d] -> sum over m, t of v v^T: [k, d, d]."""
-    count, shared, groups, width = values.shape
-    if shared > width and not values.is_contiguous():
-        # positions last in memory (convolutions): small products per data point spare a transposing copy
-        last = values.permute(0, 2, 3, 1)
-        return (last @ last.mT).sum(0)
-    if groups == 1:
-        flat = values.reshape(count * shared, width)
-        return (flat.mT @ flat).unsqueeze(0)
-    return torch.einsum("m t k i, m t k j -> k i j", values, values)
-
-
-def _collect(layers: dict[Segments, _Layer], space: ParamSpace) -> Blocks:
+def _collect(blocks: dict[Segments, Accumulator], space: ParamSpace) -> Blocks:
     """Blocks in parameter order; parameters that no operation used have zero curvature."""
-    found = [Block(_name(segments, space), segments, layer.curvature()) for segments, layer in layers.items()]
-    used = sorted(interval for segments in layers for interval in segments.intervals)
+    found = [Block(_name(segments, space), segments, layer.curvature()) for segments, layer in blocks.items()]
+    used = sorted(interval for segments in blocks for interval in segments.intervals)
     at = 0
     for start, stop in [*used, (space.size, space.size)]:
         if start > at:

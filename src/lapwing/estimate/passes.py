@@ -14,6 +14,7 @@ from lapwing.estimate.cotangents import Cotangents
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg.rows import Piece
 from lapwing.tangent import Linearisation, Tangent
+from lapwing.tangent.inputs import all_finite
 
 Batches = Iterable[Any]
 
@@ -65,13 +66,13 @@ def pulled(
 def check_loss(likelihood: Likelihood, linearisation: Linearisation, y: Any) -> None:
     """Finite outputs, targets that fit the likelihood, and a finite loss."""
     value = linearisation.value
-    if not bool(torch.isfinite(value).all()):
+    if not all_finite(value):
         raise DataError("the model's output holds NaN or infinite values; expected finite ones. Check the weights.")
     if not isinstance(y, Tensor):
         raise DataError(f"the targets are {type(y).__name__}; expected a tensor.")
     likelihood.check(value, y)
     loss = likelihood.log_prob(value, y)
-    if not bool(torch.isfinite(loss).all()):
+    if not all_finite(loss):
         where = int((~torch.isfinite(loss)).nonzero()[0])
         raise DataError(
             f"the log-likelihood of data point {where} is {float(loss[where])}; expected finite numbers. Check its target "

@@ -127,6 +127,14 @@ class MatrixLayout:
         return replace(self, start=to.local(self.start), bias=None if self.bias is None else to.local(self.bias))
 
 
+def contract(
+    left: Float[Tensor, "r n t groups rows"], right: Float[Tensor, "n t groups width"]
+) -> Float[Tensor, "r n groups rows width"]:
+    """sum_t left (x) right. One batched product per cotangent: folding r into it would copy `left` or `right`."""
+    inputs = right.permute(0, 2, 1, 3)
+    return torch.stack([each.permute(0, 2, 3, 1) @ inputs for each in left])
+
+
 @dataclass(frozen=True)
 class OuterRows:
     """row[r,n] = sum_t left[r,n,t,k] (x) right[n,t,k] in the matrix [K, O, width] of `layout`."""
@@ -148,8 +156,7 @@ class OuterRows:
         left, right = self.left[:, rows], self.right[rows]
         if self.shared == 1:
             return left[:, :, 0, :, :, None] * right[None, :, 0, :, None, :]
-        # [r, n, k, o, t] @ [n, k, t, i]: one batched product, the t axis contracted
-        return left.permute(0, 1, 3, 4, 2) @ right.permute(0, 2, 1, 3)
+        return contract(left, right)
 
     def add_to(self, out: Float[Tensor, "r n flat"], rows: slice) -> None:
         self.layout.scatter_add(self.matrix(rows), out)

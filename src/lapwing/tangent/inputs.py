@@ -74,8 +74,13 @@ def check_input(x: Any, device: torch.device) -> None:
                 f"the input lies on {tensor.device}, the model's parameters on {device}; expected one device. "
                 "Move the batch with .to(device), or the model."
             )
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not all_finite(tensor):
             raise DataError("the input holds NaN or infinite values; expected finite ones.")
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether every entry is finite. A finite sum says so at a fraction of the cost; otherwise each is looked at."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def call(model: nn.Module, x: Any) -> Tensor:

@@ -19,7 +19,7 @@ from lapwing.tangent.samples import SampleAxis, candidates, changed_sample, diff
 from lapwing.tangent.uses import Broadcast, Use
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Probe:
     """For inputs of one shape: the sample axis of each use (by event number), and events that depend on the data."""
 

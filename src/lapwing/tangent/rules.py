@@ -110,8 +110,12 @@ def linear(call: Call) -> Use | None:
     x, weight, bias = call.bind("input", "weight", "bias")
     if weight.dim() != 2 or call.source(x) is not None:
         return None
-    lead = list(range(x.dim() - 1))
-    return contraction("linear", x, weight, ([*lead, "i"], ["o", "i"], [*lead, "o"]), call, bias)
+    bias_source = None if bias is None else call.source(bias)
+    o, i = weight.shape
+    return Contraction(
+        "linear", call.source(weight), bias_source, (o, i), (0, 1), 1, o, i,
+        lambda: x.unsqueeze(-2), lambda y: y.unsqueeze(-2),
+    )  # fmt: skip
 
 
 def product(call: Call, a: Tensor, b: Tensor, name: str, bias: Tensor | None = None) -> Use | None:
@@ -343,9 +347,10 @@ def elementwise(call: Call) -> Use | None:
 @rule(F.embedding)
 def embedding(call: Call) -> Use | None:
     bound = _bound(call)
-    if bound["scale_grad_by_freq"] or call.source(bound["input"]) is not None:
-        return None
     weight, padding = bound["weight"], bound["padding_idx"]
+    source = call.source(weight)
+    if bound["scale_grad_by_freq"] or source is None:
+        return None
     if padding is not None and padding < 0:
         padding += weight.shape[0]
-    return Lookup("embedding", call.source(weight), bound["input"].detach().clone(), tuple(weight.shape), padding)
+    return Lookup("embedding", source, bound["input"].detach().clone(), tuple(weight.shape), padding)

@@ -31,6 +31,8 @@ class SampleAxis:
     def split(self, values: Shaped[Tensor, "..."], lead: int, features: int) -> Tensor:
         """[*lead, *positions, *features] -> [*lead, N, T, *features]."""
         count = values.dim() - lead - features
+        if count == 1 and self.outer == self.inner == 1:
+            return values.unsqueeze(lead + 1)
         values = values.unflatten(lead + self.axis, (self.outer, self.batch, self.inner))
         values = values.movedim(lead + self.axis + 1, lead)
         return values.flatten(lead + 1, lead + 1 + count)

@@ -1,0 +1,184 @@
+"""Sums of one block over the data: Kronecker factors of a weight, or an exact dense or diagonal block of a vector.
+
+Factor sums are accumulated in place, and only their upper triangle: a symmetric product costs little more than half.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lapwing.estimate.diagonal import add_squares
+from lapwing.linalg import Dense, DenseRows, Diagonal, Kronecker, LookupRows, MatrixLayout, OuterRows, Piece
+from lapwing.linalg import Segments, Term
+from lapwing.linalg.rows import assemble, rows_of
+
+
+class Accumulator(ABC):
+    """A block in the making, over the entries `segments` of the flat vector."""
+
+    segments: Segments
+
+    @abstractmethod
+    def add(self, pieces: list[Piece], first: bool) -> None:
+        """Takes the rows of a chunk of cotangents, in flat coordinates; `first` marks the first chunk of a batch."""
+
+    @abstractmethod
+    def curvature(self) -> Dense | Diagonal | Kronecker:
+        """The block in local coordinates."""
+
+
+@dataclass
+class DenseVector(Accumulator):
+    segments: Segments
+    total: Tensor
+
+    def add(self, pieces: list[Piece], first: bool) -> None:
+        pieces = [piece.moved(self.segments) for piece in pieces]
+        flat = assemble(pieces, len(self.total), slice(0, rows_of(pieces[0])[1])).flatten(0, 1)
+        self.total.addmm_(flat.mT, flat)
+
+    def curvature(self) -> Dense:
+        return Dense(self.total)
+
+
+@dataclass
+class DiagonalVector(Accumulator):
+    segments: Segments
+    total: Tensor
+    budget: int
+
+    def add(self, pieces: list[Piece], first: bool) -> None:
+        add_squares([piece.moved(self.segments) for piece in pieces], self.total, self.budget)
+
+    def curvature(self) -> Diagonal:
+        return Diagonal(self.total)
+
+
+def role_of(piece: Piece, upright: MatrixLayout) -> str | None:
+    """How a piece relates to the block's matrix: "upright", "transposed", "lookup", or not at all."""
+    if isinstance(piece, DenseRows):
+        return None
+    if isinstance(piece, OuterRows) and piece.layout == upright:
+        return "upright"
+    plain, other = replace(upright, bias=None), replace(piece.layout, bias=None)
+    if isinstance(piece, LookupRows):
+        return "lookup" if plain == other else None
+    if plain == other:
+        return "upright"
+    turned = replace(plain, order=plain.order[::-1], rows=plain.cols, cols=plain.rows)
+    two_axes = len(plain.stored) == 2 and plain.groups == 1
+    return "transposed" if two_axes and turned == other and piece.layout.bias is None else None
+
+
+@dataclass
+class Sums:
+    """Factor sums of one role: the input side, the pulled-back side, and the number of positions.
+
+    For a lookup the input side is the count of each token, a diagonal.
+    """
+
+    inputs: Tensor
+    grads: Tensor
+    count: float = 0.0
+
+
+@dataclass
+class Matrix(Accumulator):
+    """Kronecker factors of one weight (and its bias), one pair of sums per role."""
+
+    segments: Segments
+    layout: MatrixLayout
+    reduce: bool
+    joint_bias: bool
+    factored_damping: bool
+    roles: dict[str, Sums] = field(default_factory=dict)
+
+    def add(self, pieces: list[Piece], first: bool) -> None:
+        by_role: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            role = role_of(piece, self.layout)
+            assert role is not None, "the plan puts only such pieces here"
+            by_role.setdefault(role, []).append(piece)
+        for role, members in by_role.items():
+            if role == "lookup":
+                self._add_lookup(members, first)
+            else:
+                self._add_outer(role, members, first)
+
+    def _add_lookup(self, members: list[Piece], first: bool) -> None:
+        for piece in members:
+            assert isinstance(piece, LookupRows)
+            sums = self._sums("lookup", piece.left, self.layout.rows, self.layout.cols, diagonal=True)
+            add_gram(sums.grads, piece.left.flatten(0, 1).unsqueeze(2))
+            if first:
+                tokens = piece.index.flatten()
+                sums.inputs[0].index_add_(0, tokens, torch.ones_like(tokens, dtype=sums.inputs.dtype))
+                sums.count += len(tokens)
+
+    def _add_outer(self, role: str, members: list[Piece], first: bool) -> None:
+        left, right = self._side_by_side(role, members)
+        sums = self._sums(role, left, right.shape[-1], left.shape[-1])
+        add_gram(sums.grads, left.flatten(0, 1))
+        if first:
+            add_gram(sums.inputs, right)
+            sums.count += right.shape[0] * right.shape[1]
+
+    def _side_by_side(self, role: str, members: list[Piece]) -> tuple[Tensor, Tensor]:
+        """Left [R, n, t, k, o] and right [n, t, k, i] of all uses in one role, as further positions."""
+        outers = [piece for piece in members if isinstance(piece, OuterRows)]
+        width = self.layout.width if role == "upright" else self.layout.rows
+        # a use without the bias has 0 where the others have 1
+        rights = [
+            p.right if p.right.shape[-1] == width else F.pad(p.right, (0, width - p.right.shape[-1])) for p in outers
+        ]
+        left = outers[0].left if len(outers) == 1 else torch.cat([piece.left for piece in outers], dim=2)
+        right = rights[0] if len(outers) == 1 else torch.cat(rights, dim=1)
+        if self.reduce and left.shape[2] > 1:
+            left, right = left.sum(2, keepdim=True), right.mean(1, keepdim=True)
+        return left, right
+
+    def _sums(self, role: str, like: Tensor, inputs: int, grads: int, diagonal: bool = False) -> Sums:
+        if role not in self.roles:
+            groups = self.layout.groups
+            shape = (groups, inputs) if diagonal else (groups, inputs, inputs)
+            self.roles[role] = Sums(like.new_zeros(shape), like.new_zeros(groups, grads, grads))
+        return self.roles[role]
+
+    def curvature(self) -> Kronecker:
+        terms = tuple(self._term(role, self.roles[role]) for role in sorted(self.roles))
+        return Kronecker(self.layout.moved(self.segments), terms, self.joint_bias, self.factored_damping)
+
+    def _term(self, role: str, sums: Sums) -> Term:
+        inputs = sums.inputs if sums.inputs.dim() == 2 else mirrored(sums.inputs)
+        grads = mirrored(sums.grads)
+        if role == "upright":
+            return Term(inputs, grads, sums.count)
+        extra = self.layout.width - grads.shape[-1]  # this role does not use the bias
+        return Term(F.pad(grads, (0, extra, 0, extra)), inputs, sums.count)
+
+
+def add_gram(total: Tensor, values: Tensor) -> None:
+    """total += upper triangle of the sum over m, t of v v^T, for values [m, t, k, d] and total [k, d, d]."""
+    count, shared, groups, width = values.shape
+    if shared > width and not values.is_contiguous():
+        # positions last in memory (convolutions): small products per data point spare a transposing copy
+        last = values.permute(0, 2, 3, 1)
+        total += (last @ last.mT).sum(0)
+    elif groups == 1:
+        flat = values.reshape(count * shared, width)
+        parts = 4 if width >= 512 else 1
+        edges = [width * i // parts for i in range(parts + 1)]
+        for start, stop in zip(edges[:-1], edges[1:], strict=True):
+            total[0, start:stop, start:].addmm_(flat[:, start:stop].mT, flat[:, start:])
+    else:
+        total += torch.einsum("m t k i, m t k j -> k i j", values, values)
+
+
+def mirrored(upper: Tensor) -> Tensor:
+    """The symmetric matrix of an upper triangle; what is below is ignored."""
+    return upper.triu() + upper.triu(1).mT
