@@ -54,7 +54,7 @@ class Blocks(Curvature):
         pairs = zip(self.blocks, other.blocks, strict=True)
         return Blocks(self.size, tuple(Block(a.name, a.segments, a.curvature + b.curvature) for a, b in pairs))
 
-    def __mul__(self, scale: float | Tensor) -> Blocks:
+    def __mul__(self, scale: float | int | Tensor) -> Blocks:
         return Blocks(self.size, tuple(Block(b.name, b.segments, b.curvature * scale) for b in self.blocks))
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
@@ -79,7 +79,7 @@ class Blocks(Curvature):
             out[where[:, None], where[None, :]] = part
         return out
 
-    def with_prior(self, precision: float | Tensor) -> BlocksPrecision:
+    def with_prior(self, precision: float | int | Tensor) -> BlocksPrecision:
         delta = check_prior(precision, self.size, self.blocks[0].curvature.diagonal())
         parts = []
         for block in self.blocks:

@@ -35,7 +35,7 @@ class Dense(Curvature):
     def __add__(self, other: Curvature) -> Dense:
         return Dense(self.matrix + same_kind(self, other).matrix)
 
-    def __mul__(self, scale: float | Tensor) -> Dense:
+    def __mul__(self, scale: float | int | Tensor) -> Dense:
         return Dense(self.matrix * scale)
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
@@ -52,7 +52,7 @@ class Dense(Curvature):
         """Eigenvalues [P] and vectors [P, P], computed once."""
         return eigh(self.matrix)
 
-    def with_prior(self, precision: float | Tensor) -> DensePrecision:
+    def with_prior(self, precision: float | int | Tensor) -> DensePrecision:
         delta = check_prior(precision, self.size, self.matrix)
         if delta.dim() == 0:
             values, vectors = self.eigen

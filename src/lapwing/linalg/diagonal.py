@@ -32,7 +32,7 @@ class Diagonal(Curvature):
     def __add__(self, other: Curvature) -> Diagonal:
         return Diagonal(self.values + same_kind(self, other).values)
 
-    def __mul__(self, scale: float | Tensor) -> Diagonal:
+    def __mul__(self, scale: float | int | Tensor) -> Diagonal:
         return Diagonal(self.values * scale)
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
@@ -44,7 +44,7 @@ class Diagonal(Curvature):
     def dense(self) -> Float[Tensor, "params params"]:
         return self.values.diag()
 
-    def with_prior(self, precision: float | Tensor) -> DiagonalPrecision:
+    def with_prior(self, precision: float | int | Tensor) -> DiagonalPrecision:
         check_finite(self.values, "the diagonal")
         total = self.values + check_prior(precision, self.size, self.values)
         check_positive(total.detach(), "curvature + prior")

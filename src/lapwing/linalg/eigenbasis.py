@@ -24,8 +24,27 @@ from torch import Tensor
 
 from lapwing.errors import CurvatureError
 from lapwing.linalg.gram import lookup_gram, matrix_gram, outer_gram
-from lapwing.linalg.psd import Curvature, Precision, check_positive, check_prior, eigh_psd, normal, same_kind
-from lapwing.linalg.rows import DEFAULT_BUDGET, LookupRows, MatrixLayout, OuterRows, Piece, assemble, chunks, contract, rows_of
+from lapwing.linalg.psd import (
+    Curvature,
+    Precision,
+    check_finite,
+    check_positive,
+    check_prior,
+    eigh_psd,
+    normal,
+    same_kind,
+)
+from lapwing.linalg.rows import (
+    DEFAULT_BUDGET,
+    LookupRows,
+    MatrixLayout,
+    OuterRows,
+    Piece,
+    assemble,
+    chunks,
+    contract,
+    rows_of,
+)
 
 Factor = Tensor
 """[K, d, d], or [K, d] for a diagonal matrix."""
@@ -70,7 +89,7 @@ class Kronecker(Curvature):
             raise CurvatureError(f"cannot add {len(other.terms)} Kronecker terms to {len(self.terms)}.")
         return replace(self, terms=tuple(a + b for a, b in zip(self.terms, other.terms, strict=True)))
 
-    def __mul__(self, scale: float | Tensor) -> Kronecker:
+    def __mul__(self, scale: float | int | Tensor) -> Kronecker:
         return replace(self, terms=tuple(replace(term, rows=term.rows * scale) for term in self.terms))
 
     @cached_property
@@ -118,28 +137,35 @@ class Kronecker(Curvature):
     def _eigen_separate(self) -> list[tuple[Tensor, Tensor | None]]:
         return [_eigen(_cut(self.factors[0], part), "an input factor") for part in self._parts(joint=False)]
 
-    def with_prior(self, precision: float | Tensor) -> KroneckerPrecision:
+    def with_prior(self, precision: float | int | Tensor) -> KroneckerPrecision:
         """Exact for one precision, or one for the weight and one for the bias (which then decouples the two)."""
-        deltas = self._priors(check_prior(precision, self.size, self.terms[0].rows))
-        joint = self.joint_bias and len(deltas) == 1
+        deltas, equal = self._priors(check_prior(precision, self.size, self.terms[0].rows))
+        joint = self.joint_bias and equal
         row_values, row_vectors = self._eigen_rows
         parts = []
         for i, (part, (col_values, col_vectors)) in enumerate(
             zip(self._parts(joint), self._eigen_joint if joint else self._eigen_separate, strict=True)
         ):
             delta = deltas[min(i, len(deltas) - 1)]
+            if joint and len(deltas) == 2:  # equal numbers, but perhaps two variables
+                delta = self._both(deltas, col_values, col_vectors)
             if self.factored_damping:
-                values = _factored(row_values, col_values, delta)
+                values = _factored(row_values, col_values, delta.mean())
             else:
                 values = row_values[:, :, None] * col_values[:, None, :] + delta
             check_positive(values.detach(), "Kronecker curvature + prior")
             parts.append(EigenPart(part, row_vectors, col_vectors, values))
         return KroneckerPrecision(self.layout, tuple(parts))
 
-    def _priors(self, delta: Tensor) -> list[Tensor]:
-        """One prior precision for the block, or one each for weight and bias."""
+    def _both(self, deltas: list[Tensor], col_values: Tensor, col_vectors: Tensor | None) -> Tensor:
+        """The prior of weight and bias, each by its share of an eigenvector: the derivative of logdet is then exact."""
+        bias = _last_entry(col_values, col_vectors).square().unsqueeze(1)
+        return deltas[0] + (deltas[1] - deltas[0]) * bias
+
+    def _priors(self, delta: Tensor) -> tuple[list[Tensor], bool]:
+        """One prior precision for the block, or one each for weight and bias; and whether these are equal."""
         if delta.dim() == 0:
-            return [delta]
+            return [delta], True
         matrix = self.layout.gather(delta)
         parts = [matrix[..., part] for part in self._parts(joint=False)]
         for values in parts:
@@ -148,9 +174,8 @@ class Kronecker(Curvature):
                     "the prior precision differs within one weight; a Kronecker block carries one value per weight and "
                     "one per bias. Use a layerwise or per-tensor prior, or a diagonal, block or full structure."
                 )
-        if len(parts) == 2 and bool(parts[0].reshape(-1)[0] == parts[1].reshape(-1)[0]):
-            parts = [matrix]
-        return [values.mean() for values in parts]
+        equal = bool(parts[0].reshape(-1)[0] == parts[-1].reshape(-1)[0])
+        return [values.mean() for values in parts], equal
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,16 +239,15 @@ class KroneckerPrecision(Precision):
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
         if len(pieces) == 1 and isinstance(pieces[0], OuterRows) and pieces[0].layout == self.layout:
             return self._outer(pieces[0]) if pieces[0].shared == 1 else self._shared(pieces[0])
-        if len(pieces) == 1 and isinstance(pieces[0], LookupRows) and self._is_table:
+        if len(pieces) == 1 and isinstance(pieces[0], LookupRows) and self._is_table(pieces[0].layout):
             (part,) = self.parts
             left = _rotate_vectors(pieces[0].left.unsqueeze(-2), part.col_vectors).squeeze(-2)
             return lookup_gram(left, pieces[0].index, part.values[0].reciprocal())
         return self._formed(pieces)
 
-    @property
-    def _is_table(self) -> bool:
-        """Diagonal along the rows, one part, no groups: an embedding."""
-        return len(self.parts) == 1 and self.parts[0].row_vectors is None and self.layout.groups == 1
+    def _is_table(self, layout: MatrixLayout) -> bool:
+        """Whether this is the precision of a lookup table: diagonal along the rows, no bias, no groups."""
+        return layout == self.layout and len(self.parts) == 1 and self.parts[0].row_vectors is None
 
     def _outer(self, piece: OuterRows) -> Tensor:
         """Without sharing: cov = sum_j (g Q_G)_j (g' Q_G)_j [(a Q_A)^2 D^T]_j."""
@@ -240,19 +264,20 @@ class KroneckerPrecision(Precision):
         count, batch = rows_of(piece)
         rows_before = piece.shared < self.layout.width
         cols_before = piece.shared < count * self.layout.rows
-        total = []
-        for points in chunks(batch, 3 * 8 * count * self.size, DEFAULT_BUDGET):
-            grams = []
-            for part in self.parts:
-                left, right = piece.left[:, points], piece.right[points][..., part.part]
-                left = _rotate_vectors(left, part.row_vectors if rows_before else None)
-                right = _rotate_vectors(right, part.col_vectors if cols_before else None)
-                matrix = contract(left, right)
+        grams = []
+        for part in self.parts:
+            left, right = piece.left, piece.right[..., part.part]
+            left = _rotate_vectors(left, part.row_vectors if rows_before else None)
+            right = _rotate_vectors(right, part.col_vectors if cols_before else None)
+            weight = part.values.reciprocal().flatten()
+            blocks = []
+            for points in chunks(batch, count * weight.numel() * weight.element_size(), CACHE):
+                matrix = contract(left[:, points], right[points])
                 matrix = _rotate_last(matrix, None if cols_before else part.col_vectors)
                 matrix = _rotate_last(matrix.mT, None if rows_before else part.row_vectors).mT
-                grams.append(matrix_gram(matrix.flatten(2), part.values.reciprocal().flatten()))
-            total.append(torch.stack(grams).sum(0))
-        return torch.cat(total)
+                blocks.append(matrix_gram(matrix.flatten(2), weight))
+            grams.append(torch.cat(blocks))
+        return torch.stack(grams).sum(0)
 
     def _formed(self, pieces: Sequence[Piece]) -> Tensor:
         """Rows given in any other way (several uses, another layout): spelled out within the budget."""
@@ -261,7 +286,9 @@ class KroneckerPrecision(Precision):
         for points in chunks(batch, 4 * 8 * count * self.size, DEFAULT_BUDGET):
             matrix = self.layout.gather(assemble(pieces, self.size, points))
             grams = [
-                matrix_gram(part.rotate(matrix[..., part.part]).flatten(2), part.values.reciprocal().flatten())
+                matrix_gram(
+                    part.rotate(matrix[..., part.part]).flatten(2).transpose(0, 1), part.values.reciprocal().flatten()
+                )
                 for part in self.parts
             ]
             total.append(torch.stack(grams).sum(0))
@@ -271,24 +298,25 @@ class KroneckerPrecision(Precision):
 def nearest_kronecker(terms: Sequence[Term]) -> tuple[Factor, Factor]:
     """A and G that minimise |G (x) A - sum_i G_i (x) A_i / count_i| in Frobenius norm, for each group.
 
-    The minimiser lies in the spans of the A_i and G_i with non-negative coefficients (a Perron vector), so it is PSD;
-    it is found by power iteration on the matrices of inner products.
+    With M the sum as a matrix vec(G) vec(A)^T (Van Loan), this is its first singular pair. It lies in the spans of the
+    A_i and G_i, so that an eigenproblem of the size of the number of terms finds it: G = sum_i x_i G_i with
+    (D C D R) x = s^2 x, where R and C hold the inner products of the G_i and of the A_i, and D = diag(1 / count). These
+    are not negative for PSD matrices, so that |x| is a solution where x is, and the factors are PSD.
     """
     cols, rows = _same_form([term.cols for term in terms]), _same_form([term.rows for term in terms])
-    count = torch.tensor([max(term.count, 1) for term in terms], dtype=rows.dtype, device=rows.device)
-    col_gram = torch.einsum("i k d, j k d -> k i j", cols.flatten(2), cols.flatten(2))
-    row_gram = torch.einsum("i k d, j k d -> k i j", rows.flatten(2), rows.flatten(2))
-    step = (col_gram / count) @ (row_gram / count)
-    coefficients = torch.ones(rows.shape[1], len(terms), 1, dtype=rows.dtype, device=rows.device)
-    tiny = torch.finfo(rows.dtype).tiny
-    for _ in range(200):
-        coefficients = step.mT @ coefficients
-        coefficients = coefficients / coefficients.amax(1, keepdim=True).clamp_min(tiny)
-    coefficients = (coefficients.squeeze(-1) / count).mT
-    row = torch.einsum("i k, i k ... -> k ...", coefficients, rows)
-    norm = row.flatten(1).square().sum(1).clamp_min(tiny)
-    weights = torch.einsum("i k d, k d -> i k", rows.flatten(2), row.flatten(1)) / norm / count[:, None]
-    return torch.einsum("i k, i k ... -> k ...", weights, cols), row
+    share = torch.tensor([1 / max(term.count, 1) for term in terms], dtype=torch.float64, device=rows.device)
+    col_gram = torch.einsum("i k d, j k d -> k i j", cols.flatten(2).double(), cols.flatten(2).double())
+    row_gram = torch.einsum("i k d, j k d -> k i j", rows.flatten(2).double(), rows.flatten(2).double())
+    weighted = share[:, None] * col_gram * share  # D C D
+    values, vectors = torch.linalg.eigh(row_gram)
+    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)) @ vectors.mT  # R^(1/2): D C D R made symmetric
+    first = torch.linalg.eigh(root @ weighted @ root)[1][..., -1:]
+    mix = (weighted @ root @ first).abs().squeeze(-1).mT  # [i, k]
+    mix = mix / mix.amax(0).clamp_min(torch.finfo(mix.dtype).tiny)
+    row = torch.einsum("i k, i k ... -> k ...", mix.to(rows.dtype), rows)
+    norm = row.flatten(1).square().sum(1).clamp_min(torch.finfo(row.dtype).tiny)
+    onto = torch.einsum("i k d, k d -> i k", rows.flatten(2), row.flatten(1)) / norm
+    return torch.einsum("i k, i k ... -> k ...", onto * share[:, None].to(onto.dtype), cols), row
 
 
 def _same_form(factors: Sequence[Factor]) -> Tensor:
@@ -316,7 +344,19 @@ def _apply(matrix: Tensor, cols: Factor, rows: Factor) -> Tensor:
 
 
 def _eigen(factor: Factor, what: str) -> tuple[Tensor, Tensor | None]:
-    return (factor, None) if factor.dim() == 2 else eigh_psd(factor, what)
+    if factor.dim() == 2:
+        check_finite(factor, what)
+        return factor, None
+    return eigh_psd(factor, what)
+
+
+def _last_entry(values: Tensor, vectors: Tensor | None) -> Float[Tensor, "groups width"]:
+    """The last entry, that of the bias, of every eigenvector."""
+    if vectors is not None:
+        return vectors[:, -1, :]
+    last = torch.zeros_like(values)
+    last[:, -1] = 1
+    return last
 
 
 def _rotate_vectors(vectors: Float[Tensor, "*batch groups d"], rotation: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.linalg.rows import (
+    CACHE,
     DEFAULT_BUDGET,
     DenseRows,
     LookupRows,
@@ -21,6 +22,7 @@ from lapwing.linalg.rows import (
     assemble,
     chunks,
     connected,
+    contract,
     rows_of,
 )
 
@@ -36,10 +38,19 @@ def outer_gram(
     return (flat * inner.unsqueeze(1)) @ flat.mT
 
 
-def matrix_gram(rows: Float[Tensor, "r n size"], weight: Float[Tensor, " size"]) -> Float[Tensor, "n r r"]:
-    """Rows spelled out, one group of parameters."""
-    flat = rows.transpose(0, 1)
-    return (flat * weight) @ flat.mT
+def matrix_gram(rows: Float[Tensor, "n r size"], weight: Float[Tensor, " size"]) -> Float[Tensor, "n r r"]:
+    """Rows spelled out, data points first, one group of parameters."""
+    return (rows * weight) @ rows.mT
+
+
+def shared_gram(piece: OuterRows, weight: Float[Tensor, "groups rows width"]) -> Float[Tensor, "n r r"]:
+    """Rows with sharing: formed for a few data points at a time."""
+    count, batch = rows_of(piece)
+    grams = [
+        matrix_gram(contract(piece.left[:, part], piece.right[part]).flatten(2), weight.flatten())
+        for part in chunks(batch, count * weight.numel() * weight.element_size(), CACHE)
+    ]
+    return torch.cat(grams)
 
 
 def lookup_gram(
@@ -63,14 +74,17 @@ def weighted_gram(pieces: Sequence[Piece], weight: Float[Tensor, " size"]) -> Fl
         local = segments.gather(weight)
         only = group[0].moved(segments)
         if len(group) == 1 and isinstance(only, DenseRows):
-            gram = matrix_gram(only.values, local)
+            gram = matrix_gram(only.values.transpose(0, 1), local)
         elif len(group) == 1 and isinstance(only, LookupRows):
             gram = lookup_gram(only.left, only.index, only.layout.gather(local)[0])
         elif len(group) == 1 and isinstance(only, OuterRows) and only.shared == 1:
             gram = outer_gram(only.left[:, :, 0], only.right[:, 0], only.layout.gather(local))
+        elif len(group) == 1 and isinstance(only, OuterRows):
+            gram = shared_gram(only, only.layout.gather(local))
         else:
             moved = [piece.moved(segments) for piece in group]
             parts = chunks(batch, 3 * 8 * count * segments.size, DEFAULT_BUDGET)
-            gram = torch.cat([matrix_gram(assemble(moved, segments.size, rows), local) for rows in parts])
+            rows = (assemble(moved, segments.size, part).transpose(0, 1) for part in parts)
+            gram = torch.cat([matrix_gram(each, local) for each in rows])
         total = total + gram
     return total

@@ -58,7 +58,7 @@ class Curvature(ABC):
         """The curvature of the union of two data sets, at the same parameters."""
 
     @abstractmethod
-    def __mul__(self, scale: float | Tensor) -> Curvature: ...
+    def __mul__(self, scale: float | int | Tensor) -> Curvature: ...
 
     @abstractmethod
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
@@ -71,10 +71,10 @@ class Curvature(ABC):
         """The matrix in flat parameter order; O(P^2) memory, for small P and for tests."""
 
     @abstractmethod
-    def with_prior(self, precision: float | Tensor) -> Precision:
+    def with_prior(self, precision: float | int | Tensor) -> Precision:
         """Curvature + diag(precision): a number for an isotropic prior, or a vector [P]."""
 
-    def __rmul__(self, scale: float | Tensor) -> Curvature:
+    def __rmul__(self, scale: float | int | Tensor) -> Curvature:
         return self * scale
 
 
@@ -113,6 +113,11 @@ class Precision(ABC):
         variance = self.variance()
         if groups is None:
             return variance.sum().unsqueeze(0)
+        if groups.shape != variance.shape or bool((groups < 0).any()):
+            raise CurvatureError(
+                f"groups has shape {tuple(groups.shape)} and smallest number {int(groups.min())}; expected {self.size} "
+                "(= P) numbers >= 0, as from ParamSpace.groups."
+            )
         return variance.new_zeros(int(groups.max()) + 1).index_add(0, groups, variance)
 
 
@@ -132,7 +137,7 @@ def same_kind(ours: AnyCurvature, other: Curvature) -> AnyCurvature:
     return other
 
 
-def check_prior(precision: float | Tensor, size: int, like: Tensor) -> Float[Tensor, ""] | Float[Tensor, " size"]:
+def check_prior(precision: float | int | Tensor, size: int, like: Tensor) -> Float[Tensor, ""] | Float[Tensor, " size"]:
     """The prior precision as a tensor: a scalar or [size], finite and not negative."""
     delta = torch.as_tensor(precision, dtype=like.dtype, device=like.device)
     if delta.numel() == 1:
@@ -196,4 +201,7 @@ def rounding(matrix: Tensor) -> float:
 
 
 def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers; the first axis counts draws."""
+    if shape[0] < 0:
+        raise CurvatureError(f"asked for {shape[0]} draws; expected a number >= 0.")
     return torch.randn(*shape, dtype=like.dtype, device=like.device, generator=generator)

@@ -18,12 +18,15 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 Segment = tuple[int, int]
 DEFAULT_BUDGET = 2**28
 """Bytes that one intermediate of a fit or a prediction may take; work is cut into chunks that fit."""
+
+CACHE = 2**22
+"""Bytes of an intermediate that is read again at once: small enough to stay in a processor's cache."""
 
 
 def chunks(total: int, bytes_per_item: int, budget: int) -> Iterator[slice]:
@@ -43,7 +46,7 @@ class Segments:
     def size(self) -> int:
         return sum(stop - start for start, stop in self.intervals)
 
-    def gather(self, v: Float[Tensor, "*batch flat"]) -> Float[Tensor, "*batch local"]:
+    def gather(self, v: Shaped[Tensor, "*batch flat"]) -> Shaped[Tensor, "*batch local"]:
         parts = [v[..., start:stop] for start, stop in self.intervals]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -129,10 +132,13 @@ class MatrixLayout:
 
 def contract(
     left: Float[Tensor, "r n t groups rows"], right: Float[Tensor, "n t groups width"]
-) -> Float[Tensor, "r n groups rows width"]:
-    """sum_t left (x) right. One batched product per cotangent: folding r into it would copy `left` or `right`."""
-    inputs = right.permute(0, 2, 1, 3)
-    return torch.stack([each.permute(0, 2, 3, 1) @ inputs for each in left])
+) -> Float[Tensor, "n r groups rows width"]:
+    """sum_t left (x) right, data points first: one product per data point and group, all cotangents at once."""
+    count, batch, shared, groups, rows = left.shape
+    if shared == 1:
+        return left[:, :, 0, :, :, None].transpose(0, 1) * right[:, 0, None, :, None, :]
+    folded = left.permute(1, 3, 0, 4, 2).reshape(batch, groups, count * rows, shared)
+    return (folded @ right.permute(0, 2, 1, 3)).unflatten(2, (count, rows)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -153,10 +159,7 @@ class OuterRows:
         return self.left.shape[2]
 
     def matrix(self, rows: slice) -> Float[Tensor, "r n groups rows width"]:
-        left, right = self.left[:, rows], self.right[rows]
-        if self.shared == 1:
-            return left[:, :, 0, :, :, None] * right[None, :, 0, :, None, :]
-        return contract(left, right)
+        return contract(self.left[:, rows], self.right[rows]).transpose(0, 1)
 
     def add_to(self, out: Float[Tensor, "r n flat"], rows: slice) -> None:
         self.layout.scatter_add(self.matrix(rows), out)

@@ -1,0 +1,112 @@
+"""The contract of `Curvature`, for every structure of `contracts.py`, against its dense twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from contracts import STRUCTURES, Structure, close, generator, normal
+from lapwing.errors import CurvatureError
+from lapwing.linalg import Curvature, Dense, Diagonal
+
+every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+
+
+@every_structure
+def test_the_dense_matrix_is_the_twin_and_symmetric(structure: Structure) -> None:
+    case = structure.make(generator())
+    close(case.curvature.dense(), case.matrix)
+    close(case.curvature.dense(), case.curvature.dense().mT)
+    assert case.curvature.size == case.size
+
+
+@every_structure
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3)], ids=str)
+def test_mv_is_the_matrix_times_a_vector(structure: Structure, lead: tuple[int, ...]) -> None:
+    case = structure.make(generator())
+    v = normal(generator(1), *lead, case.size)
+    before = v.clone()
+    close(case.curvature.mv(v), v @ case.matrix)
+    assert torch.equal(v, before)
+
+
+@every_structure
+def test_the_diagonal_is_that_of_the_matrix(structure: Structure) -> None:
+    case = structure.make(generator())
+    close(case.curvature.diagonal(), case.matrix.diagonal())
+
+
+@every_structure
+def test_the_sum_is_the_curvature_of_both_data_sets(structure: Structure) -> None:
+    one, other = structure.make(generator(1)), structure.make(generator(2))
+    close((one.curvature + other.curvature).dense(), one + other)
+    close((other.curvature + one.curvature).dense(), one + other)
+
+
+@every_structure
+def test_addition_is_associative(structure: Structure) -> None:
+    a, b, c = (structure.make(generator(seed)).curvature for seed in range(3))
+    close(((a + b) + c).dense(), (a + (b + c)).dense())
+
+
+@every_structure
+def test_twice_the_data_is_twice_the_curvature(structure: Structure) -> None:
+    curvature = structure.make(generator()).curvature
+    close((curvature + curvature).dense(), 2 * curvature.dense())
+
+
+@every_structure
+@pytest.mark.parametrize("scale", [0.25, 3, torch.tensor(2.5, dtype=torch.float64)], ids=["float", "int", "tensor"])
+def test_scaling_scales_the_matrix(structure: Structure, scale: float | torch.Tensor) -> None:
+    case = structure.make(generator())
+    close((case.curvature * scale).dense(), case.matrix * scale)
+    close((scale * case.curvature).dense(), case.matrix * scale)
+    close((scale * case.curvature).diagonal(), case.matrix.diagonal() * scale)
+    close(case.curvature.dense(), case.matrix)  # and leaves the original alone
+
+
+@every_structure
+def test_scaled_curvature_has_a_scaled_precision(structure: Structure) -> None:
+    """H * s + d I = s (H + d / s I), also where H has been decomposed before."""
+    case = structure.make(generator())
+    case.curvature.with_prior(1.0)
+    v = normal(generator(1), case.size)
+    scaled = (case.curvature * 2.0).with_prior(0.5)
+    close(scaled.solve(v), case.curvature.with_prior(0.25).solve(v) / 2)
+    expected = torch.linalg.slogdet(2 * case.with_prior(torch.tensor(0.25, dtype=torch.float64))).logabsdet
+    close(scaled.logdet(), expected)
+
+
+@every_structure
+def test_precisions_are_differentiable_in_the_scale(structure: Structure) -> None:
+    """1 / sigma^2 multiplies the curvature of a regression: the evidence is differentiated in it."""
+    case = structure.make(generator())
+    v = normal(generator(1), case.size)
+
+    def ours(scale: torch.Tensor) -> torch.Tensor:
+        precision = (case.curvature * scale).with_prior(0.7)
+        return precision.logdet() + v @ precision.solve(v)
+
+    def twin(scale: torch.Tensor) -> torch.Tensor:
+        matrix = scale * case.with_prior(0.7 / scale)
+        return torch.linalg.slogdet(matrix).logabsdet + v @ torch.linalg.solve(matrix, v)
+
+    gradients = []
+    for function in (ours, twin):
+        scale = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+        gradients.append(torch.autograd.grad(function(scale), scale)[0])
+    close(*gradients)
+
+
+@every_structure
+def test_another_structure_or_size_cannot_be_added(structure: Structure) -> None:
+    case = structure.make(generator())
+    others: list[Curvature] = [Diagonal(torch.ones(case.size + 1, dtype=torch.float64))]
+    if not isinstance(case.curvature, Dense):
+        others.append(Dense(case.matrix))
+    if not isinstance(case.curvature, Diagonal):
+        others.append(Diagonal(torch.ones(case.size, dtype=torch.float64)))
+    for other in others:
+        for a, b in ((case.curvature, other), (other, case.curvature)):
+            with pytest.raises(CurvatureError, match=r"cannot add .* expected the same structure"):
+                a + b

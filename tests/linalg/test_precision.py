@@ -1,0 +1,275 @@
+"""The contract of `Precision`, for every structure of `contracts.py`, against its dense twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from contracts import STRUCTURES, Case, Structure, all_pieces, close, generator, normal, priors, spelled_out
+from lapwing.errors import CurvatureError
+from lapwing.linalg import Piece, Precision
+
+every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+
+
+def with_every_prior(case: Case) -> Iterator[tuple[Precision, Tensor]]:
+    """(precision, its dense twin) for every prior that the structure has to carry."""
+    for prior in priors(case, generator(1)).values():
+        yield case.curvature.with_prior(prior), case.with_prior(prior)
+
+
+# -- values ---------------------------------------------------------------------------------------------------------
+
+
+@every_structure
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3)], ids=str)
+def test_solve_is_the_inverse_times_a_vector(structure: Structure, lead: tuple[int, ...]) -> None:
+    case = structure.make(generator())
+    v = normal(generator(2), *lead, case.size)
+    for precision, matrix in with_every_prior(case):
+        close(precision.solve(v), torch.linalg.solve(matrix, v.reshape(-1, case.size).mT).mT.reshape(v.shape))
+        assert precision.size == case.size
+
+
+@every_structure
+def test_logdet_is_that_of_the_matrix(structure: Structure) -> None:
+    for precision, matrix in with_every_prior(structure.make(generator())):
+        close(precision.logdet(), torch.linalg.slogdet(matrix).logabsdet)
+
+
+@every_structure
+def test_variance_is_the_diagonal_of_the_inverse(structure: Structure) -> None:
+    for precision, matrix in with_every_prior(structure.make(generator())):
+        close(precision.variance(), torch.linalg.inv(matrix).diagonal())
+
+
+@every_structure
+def test_inverse_trace_sums_the_variance_by_group(structure: Structure) -> None:
+    case = structure.make(generator())
+    groups = torch.arange(case.size) % 3
+    for precision, matrix in with_every_prior(case):
+        inverse = torch.linalg.inv(matrix).diagonal()
+        close(precision.inverse_trace(), inverse.sum().unsqueeze(0))
+        close(precision.inverse_trace(groups), torch.stack([inverse[groups == k].sum() for k in range(3)]))
+
+
+@every_structure
+def test_quadratic_is_the_covariance_of_rows_in_any_form(structure: Structure) -> None:
+    case = structure.make(generator())
+    found = all_pieces(case, generator(2))
+    rows = {name: spelled_out(pieces, case.size) for name, pieces in found.items()}
+    for precision, matrix in with_every_prior(case):
+        inverse = torch.linalg.inv(matrix)
+        for name, pieces in found.items():
+            expected = torch.einsum("r n p, p q, s n q -> n r s", rows[name], inverse, rows[name])
+            try:
+                close(precision.quadratic(pieces), expected)
+            except AssertionError as error:
+                raise AssertionError(f"rows: {name}") from error
+
+
+@dataclass(frozen=True)
+class Map:
+    """A linear map in two parts, as `Precision.covariance` sees one."""
+
+    pieces_of: tuple[list[Piece], ...]
+    matrix: Tensor
+    batch: int
+    outputs: int
+
+    def mv(self, v: Tensor) -> Tensor:
+        return self.matrix @ v
+
+    def rmv(self, u: Tensor) -> Tensor:
+        return torch.einsum("n c, n c p -> p", u, self.matrix)
+
+    def rows(self) -> Tensor:
+        return self.matrix
+
+    def parts(self) -> Iterator[Map]:
+        for pieces in self.pieces_of:
+            yield Map((pieces,), self.matrix, self.batch, self.outputs)
+
+    def pieces(self) -> list[Piece]:
+        return self.pieces_of[0]
+
+
+@every_structure
+def test_covariance_goes_through_the_parts_of_a_map_in_order(structure: Structure) -> None:
+    case = structure.make(generator())
+    parts = [all_pieces(case, generator(seed))["dense rows"] for seed in (2, 3)]
+    jacobian = torch.cat([spelled_out(pieces, case.size).transpose(0, 1) for pieces in parts])
+    linear_map = Map(tuple(parts), jacobian, *jacobian.shape[:2])
+    for precision, matrix in with_every_prior(case):
+        close(precision.covariance(linear_map), jacobian @ torch.linalg.inv(matrix) @ jacobian.mT)
+
+
+# -- draws ----------------------------------------------------------------------------------------------------------
+
+
+@every_structure
+def test_draws_have_the_inverse_as_covariance(structure: Structure) -> None:
+    """Within four standard errors: sqrt(2 / n) of a variance along a direction, sqrt(1 / n) of a standardised mean."""
+    case, n = structure.make(generator()), 20_000
+    for precision, matrix in with_every_prior(case):
+        draws = precision.draw(n, generator(3))
+        assert draws.shape == (n, case.size)
+        directions = torch.cat([torch.eye(case.size, dtype=torch.float64)[:3], normal(generator(4), 5, case.size)])
+        along = draws @ directions.mT
+        variance = (directions @ torch.linalg.inv(matrix) * directions).sum(1)
+        assert float(((along.square().mean(0) / variance) - 1).abs().max()) < 4 * (2 / n) ** 0.5
+        assert float((along.mean(0) / variance.sqrt()).abs().max()) < 4 * (1 / n) ** 0.5
+        # and x^T precision x is chi-squared with P degrees of freedom: mean P, variance 2 P
+        energy = (draws @ matrix * draws).sum(1).mean()
+        assert abs(float(energy) - case.size) < 4 * (2 * case.size / n) ** 0.5
+
+
+@every_structure
+def test_draws_come_from_the_generator_alone(structure: Structure) -> None:
+    precision = structure.make(generator()).curvature.with_prior(1.0)
+    state = torch.get_rng_state()
+    assert torch.equal(precision.draw(3, generator(5)), precision.draw(3, generator(5)))
+    assert not torch.equal(precision.draw(3, generator(5)), precision.draw(3, generator(6)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert precision.draw(0, generator(5)).shape == (0, precision.size)
+
+
+# -- gradients in the prior -----------------------------------------------------------------------------------------
+
+
+def outcomes(case: Case) -> dict[str, tuple[Callable[[Precision], Tensor], Callable[[Tensor], Tensor]]]:
+    """Differentiable scalars of a precision, and of its dense twin."""
+    v, w = normal(generator(2), 2, case.size)
+    pieces = all_pieces(case, generator(2))["pieces of every kind that share parameters"]
+    rows = spelled_out(pieces, case.size)
+    weights = normal(generator(3), rows.shape[1], rows.shape[0], rows.shape[0])
+
+    def quadratic(matrix: Tensor) -> Tensor:
+        return torch.einsum("r n p, p q, s n q, n r s ->", rows, torch.linalg.inv(matrix), rows, weights)
+
+    return {
+        "logdet": (lambda p: p.logdet(), lambda m: torch.linalg.slogdet(m).logabsdet),
+        "solve": (lambda p: w @ p.solve(v), lambda m: w @ torch.linalg.solve(m, v)),
+        "quadratic": (lambda p: (p.quadratic(pieces) * weights).sum(), quadratic),
+        "variance": (lambda p: w @ p.variance(), lambda m: w @ torch.linalg.inv(m).diagonal()),
+    }
+
+
+@every_structure
+def test_gradients_in_an_isotropic_prior_are_those_of_the_twin(structure: Structure) -> None:
+    case = structure.make(generator())
+    for ours, twin in outcomes(case).values():
+        delta = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        (expected,) = torch.autograd.grad(twin(case.with_prior(delta)), delta)
+        (actual,) = torch.autograd.grad(ours(case.curvature.with_prior(delta)), delta)
+        close(actual, expected)
+        torch.autograd.gradcheck(lambda d, ours=ours: ours(case.curvature.with_prior(d)), (delta,), rtol=1e-5)
+
+
+@every_structure
+def test_gradients_in_a_prior_per_parameter_or_per_tensor_are_those_of_the_twin(structure: Structure) -> None:
+    case = structure.make(generator())
+    groups = torch.arange(case.size) if case.tensors is None else case.tensors
+    start = 0.3 + 0.2 * torch.arange(1.0 + int(groups.max())).double()
+    for ours, twin in outcomes(case).values():
+        each = start.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(twin(case.with_prior(each[groups])), each)
+        (actual,) = torch.autograd.grad(ours(case.curvature.with_prior(each[groups])), each)
+        close(actual, expected)
+
+
+@every_structure
+def test_the_gradient_of_logdet_is_right_where_all_priors_are_equal(structure: Structure) -> None:
+    """Where evidence is optimised from: d logdet / d delta_k = sum of the variances of tensor k."""
+    case = structure.make(generator())
+    groups = torch.arange(case.size) if case.tensors is None else case.tensors
+    each = torch.full((1 + int(groups.max()),), 0.7, dtype=torch.float64, requires_grad=True)
+    precision = case.curvature.with_prior(each[groups])
+    (actual,) = torch.autograd.grad(precision.logdet(), each)
+    probe = torch.full_like(each, 0.7, requires_grad=True)
+    (expected,) = torch.autograd.grad(torch.linalg.slogdet(case.with_prior(probe[groups])).logabsdet, probe)
+    close(actual, expected)
+
+
+# -- what is refused, and what is kept ------------------------------------------------------------------------------
+
+
+@every_structure
+def test_the_decomposition_is_kept(structure: Structure, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, calls = structure.make(generator()), []
+    whole = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *args, **kwargs: calls.append(1) or whole(*args, **kwargs))
+    first = case.curvature.with_prior(0.3).logdet()
+    before = len(calls)
+    for delta in (0.5, 0.7, 11.0):
+        assert case.curvature.with_prior(delta).logdet() > first
+    assert len(calls) == before
+
+
+@every_structure
+@pytest.mark.parametrize(
+    ("prior", "message"),
+    [
+        (-0.5, "negative.*-0.5.*expected"),
+        (float("nan"), "NaN or infinite.*expected"),
+        (float("inf"), "NaN or infinite.*expected"),
+    ],
+)
+def test_a_prior_that_is_no_precision_is_refused(structure: Structure, prior: float, message: str) -> None:
+    case = structure.make(generator())
+    with pytest.raises(CurvatureError, match=message):
+        case.curvature.with_prior(prior)
+    vector = torch.ones(case.size, dtype=torch.float64)
+    vector[-1] = prior
+    with pytest.raises(CurvatureError, match=message):
+        case.curvature.with_prior(vector)
+
+
+@every_structure
+def test_a_prior_of_the_wrong_size_is_refused(structure: Structure) -> None:
+    case = structure.make(generator())
+    for shape in ((case.size + 1,), (case.size - 1,), (1, case.size), (case.size, case.size)):
+        with pytest.raises(CurvatureError, match=rf"shape .*; expected one number or a vector of {case.size}"):
+            case.curvature.with_prior(torch.ones(shape))
+
+
+@every_structure
+def test_a_prior_that_the_structure_cannot_carry_is_refused_and_not_rounded(structure: Structure) -> None:
+    case = structure.make(generator())
+    prior = 1 + torch.arange(case.size).double()
+    if case.tensors is None:
+        case.curvature.with_prior(prior)
+        return
+    with pytest.raises(CurvatureError, match=r"differs within one weight.*Use a .*diagonal, block or full"):
+        case.curvature.with_prior(prior)
+
+
+@every_structure
+def test_a_zero_prior_is_right_where_the_curvature_is_definite_and_refused_where_not(structure: Structure) -> None:
+    case = structure.make(generator())
+    smallest = float(torch.linalg.eigvalsh(case.matrix).min())
+    if smallest > 1e-8:
+        close(case.curvature.with_prior(0.0).logdet(), torch.linalg.slogdet(case.matrix).logabsdet)
+    else:
+        with pytest.raises(CurvatureError, match=r"not positive definite.*expected.*larger prior"):
+            case.curvature.with_prior(0.0)
+
+
+@every_structure
+def test_groups_of_the_wrong_size_are_refused(structure: Structure) -> None:
+    precision = structure.make(generator()).curvature.with_prior(1.0)
+    with pytest.raises(CurvatureError, match=r"groups.*expected"):
+        precision.inverse_trace(torch.zeros(precision.size + 1, dtype=torch.int64))
+    with pytest.raises(CurvatureError, match=r"groups.*expected"):
+        precision.inverse_trace(torch.arange(precision.size) - 1)
+
+
+@every_structure
+def test_a_negative_number_of_draws_is_refused(structure: Structure) -> None:
+    precision = structure.make(generator()).curvature.with_prior(1.0)
+    with pytest.raises(CurvatureError, match=r"-1 draws; expected"):
+        precision.draw(-1, generator())
