@@ -35,6 +35,7 @@ from lapwing.linalg.psd import (
     same_kind,
 )
 from lapwing.linalg.rows import (
+    CACHE,
     DEFAULT_BUDGET,
     LookupRows,
     MatrixLayout,
