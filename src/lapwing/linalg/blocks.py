@@ -40,6 +40,12 @@ class Blocks(Curvature):
             if start != at:
                 raise CurvatureError(f"blocks leave out or repeat position {min(at, start)}; expected each once.")
             at = stop
+        for block in self.blocks:
+            if block.curvature.size != block.segments.size:
+                raise CurvatureError(
+                    f"block '{block.name}' has a curvature of size {block.curvature.size}; expected that of its "
+                    f"segments, {block.segments.size}."
+                )
         if at != self.params:
             raise CurvatureError(f"blocks cover {at} positions; expected {self.params} (= P).")
 

@@ -86,6 +86,11 @@ class Kronecker(Curvature):
     def __add__(self, other: Curvature) -> Kronecker:
         """Adds the sums and the counts: the curvature of both data sets, as if estimated in one pass."""
         other = same_kind(self, other)
+        if self.layout != other.layout:
+            raise CurvatureError(
+                f"cannot add a Kronecker block with layout {other.layout} to one with {self.layout}; expected the same "
+                "weight, used the same way. Fit both with one estimator and one model."
+            )
         if len(self.terms) != len(other.terms):
             raise CurvatureError(f"cannot add {len(other.terms)} Kronecker terms to {len(self.terms)}.")
         return replace(self, terms=tuple(a + b for a, b in zip(self.terms, other.terms, strict=True)))
@@ -364,7 +369,7 @@ def _rotate_vectors(vectors: Float[Tensor, "*batch groups d"], rotation: Tensor 
     if rotation is None:
         return vectors
     if rotation.shape[0] == 1:
-        return vectors @ rotation[0]
+        return (vectors.flatten(0, -2) @ rotation[0]).reshape(vectors.shape)
     return (vectors.unsqueeze(-2) @ rotation).squeeze(-2)
 
 

@@ -1,0 +1,124 @@
+"""Matrices that are no curvature: indefinite, not finite, or divided up wrongly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from contracts import LINEAR_BIAS, STRUCTURES, close, generator, normal, psd
+from lapwing.errors import CurvatureError
+from lapwing.linalg import Block, Blocks, Curvature, Dense, Diagonal, Kronecker, Segments, Term
+
+SADDLE = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)  # eigenvalues 3 and -1
+
+
+def on_block(curvature: Curvature) -> Blocks:
+    rest = Diagonal(torch.ones(1, dtype=torch.float64))
+    size = curvature.size
+    return Blocks(
+        size + 1, (Block("a", Segments(((0, size),)), curvature), Block("b", Segments(((size, size + 1),)), rest))
+    )
+
+
+@pytest.mark.parametrize(
+    "curvature",
+    [Dense(SADDLE), Diagonal(torch.tensor([3.0, -1.0]).double()), on_block(Dense(SADDLE))],
+    ids=["dense", "diagonal", "block"],
+)
+def test_an_indefinite_hessian_needs_a_prior_that_is_strong_enough(curvature: Curvature) -> None:
+    for weak in (0.0, 0.5, 0.999):
+        with pytest.raises(CurvatureError, match=r"not positive definite.*expected.*larger prior.*indefinite"):
+            curvature.with_prior(weak)
+        with pytest.raises(CurvatureError, match=r"not positive definite.*expected.*larger prior.*indefinite"):
+            curvature.with_prior(torch.full((curvature.size,), weak))
+    precision = curvature.with_prior(1.5)
+    close(precision.logdet(), torch.linalg.slogdet(curvature.dense() + 1.5 * torch.eye(curvature.size)).logabsdet)
+
+
+def test_the_smallest_eigenvalue_is_named() -> None:
+    with pytest.raises(CurvatureError, match=r"smallest eigenvalue -0\.5"):
+        Dense(SADDLE).with_prior(0.5)
+
+
+def test_rounding_below_zero_is_no_indefiniteness() -> None:
+    """Rank one in float32: eigenvalues of -1e-6 are rounding, and a prior far below them still gives a precision."""
+    row = torch.randn(40, generator=generator())
+    matrix = torch.outer(row, row)
+    assert float(torch.linalg.eigvalsh(matrix).min()) < -1e-8
+    Dense(matrix).with_prior(1e-12)
+    expected = 39 * torch.tensor(1e-3).log() + (row @ row + 1e-3).log()
+    torch.testing.assert_close(Dense(matrix).with_prior(1e-3).logdet(), expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("vector", [False, True], ids=["one prior", "a vector"])
+def test_entries_that_are_not_finite_are_refused(bad: float, vector: bool) -> None:
+    prior = torch.ones(8, dtype=torch.float64) if vector else 1.0
+    matrix, values = psd(generator(), 8), torch.ones(8, dtype=torch.float64)
+    a, g, counts = psd(generator(), 1, 4), psd(generator(), 1, 2), torch.ones(1, 2, dtype=torch.float64)
+    matrix[2, 1] = matrix[1, 2] = values[3] = bad
+    bad_a, bad_g, bad_counts = a.clone(), g.clone(), counts.clone()
+    bad_a[0, 3, 3] = bad_g[0, 1, 0] = bad_counts[0, 1] = bad
+    for curvature in (
+        Dense(matrix),
+        Diagonal(values),
+        Kronecker(LINEAR_BIAS, (Term(bad_a, g, 1.0),)),
+        Kronecker(LINEAR_BIAS, (Term(a, bad_g, 1.0),)),
+        Kronecker(LINEAR_BIAS, (Term(a, bad_counts, 1.0),)),
+        Kronecker(LINEAR_BIAS, (Term(bad_a, g, 1.0), Term(a, g, 1.0))),
+        Kronecker(LINEAR_BIAS, (Term(bad_a, g, 1.0),), factored_damping=True),
+    ):
+        with pytest.raises(CurvatureError, match=r"NaN or infinite.*expected.*Check"):
+            curvature.with_prior(prior)
+
+
+def test_blocks_must_cover_every_position_once() -> None:
+    def make(*intervals: tuple[int, int]) -> Blocks:
+        found = [Block("", Segments((i,)), Diagonal(torch.ones(i[1] - i[0]).double())) for i in intervals]
+        return Blocks(6, tuple(found))
+
+    make((0, 4), (4, 6))
+    make((4, 6), (0, 4))
+    for wrong, position in ((((0, 3), (4, 6)), 3), (((0, 4), (3, 6)), 3), (((1, 6),), 0)):
+        with pytest.raises(CurvatureError, match=f"leave out or repeat position {position}; expected"):
+            make(*wrong)
+    with pytest.raises(CurvatureError, match=r"cover 5 positions; expected 6"):
+        make((0, 5))
+
+
+def test_blocks_must_have_the_size_of_their_segments() -> None:
+    with pytest.raises(CurvatureError, match=r"block 'head' .*3.*expected.*2"):
+        Blocks(2, (Block("head", Segments(((0, 2),)), Diagonal(torch.ones(3).double())),))
+
+
+def test_blocks_divided_differently_cannot_be_added() -> None:
+    ones = torch.ones(2, dtype=torch.float64)
+    one = Blocks(4, (Block("a", Segments(((0, 2),)), Diagonal(ones)), Block("b", Segments(((2, 4),)), Diagonal(ones))))
+    two = Blocks(4, (Block("a", Segments(((0, 4),)), Diagonal(torch.ones(4).double())),))
+    with pytest.raises(CurvatureError, match=r"different blocks; fit both the same way"):
+        one + two
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_results_keep_the_dtype_of_the_curvature(structure) -> None:
+    """A prior or a scale in float64 does not widen a float32 curvature, nor is it widened by decompositions."""
+    case = structure.make(generator())
+    narrow = _narrow(case.curvature)
+    precision = (narrow * 2.0).with_prior(torch.tensor(0.5, dtype=torch.float64))
+    v = normal(generator(), case.size).float()
+    for result in (precision.solve(v), precision.draw(2, generator()), precision.logdet(), precision.variance()):
+        assert result.dtype == torch.float32
+    expected = torch.linalg.slogdet(2 * case.with_prior(torch.tensor(0.25, dtype=torch.float64))).logabsdet
+    torch.testing.assert_close(precision.logdet().double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def _narrow(curvature: Curvature) -> Curvature:
+    if isinstance(curvature, Dense):
+        return Dense(curvature.matrix.float())
+    if isinstance(curvature, Diagonal):
+        return Diagonal(curvature.values.float())
+    if isinstance(curvature, Kronecker):
+        terms = tuple(Term(t.cols.float(), t.rows.float(), t.count) for t in curvature.terms)
+        return Kronecker(curvature.layout, terms, curvature.joint_bias, curvature.factored_damping)
+    assert isinstance(curvature, Blocks)
+    return Blocks(curvature.size, tuple(Block(b.name, b.segments, _narrow(b.curvature)) for b in curvature.blocks))
