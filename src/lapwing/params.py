@@ -13,7 +13,7 @@ Every flat vector in lapwing has this order. Memory O(number of tensors); nothin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lapwing.errors import ModelError, ParameterError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParamSpace:
     """Which parameters, and where each lives in the flat vector.
 
@@ -36,7 +36,22 @@ class ParamSpace:
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
     device: torch.device
-    index: Int[Tensor, " size"] | None = field(default=None, compare=False)
+    index: Int[Tensor, " size"] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """The same entries of the same tensors."""
+        if not isinstance(other, ParamSpace) or self._key != other._key:
+            return False
+        if self.index is None or other.index is None:
+            return self.index is other.index
+        return torch.equal(self.index, other.index)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple:
+        return self.names, self.shapes, self.dtype, self.device, self.size
 
     @staticmethod
     def of(model: nn.Module) -> ParamSpace:
@@ -50,10 +65,14 @@ class ParamSpace:
         for name, p in named:
             if isinstance(p, nn.parameter.UninitializedParameter):
                 raise ModelError(
-                    f"parameter '{name}' is not initialised yet (a lazy module): run the model once first."
+                    f"parameter '{name}' is not initialised yet (a lazy module); expected one with a shape: run the "
+                    "model once on a batch first."
                 )
             if not p.dtype.is_floating_point:
-                raise ModelError(f"parameter '{name}' has dtype {p.dtype}; expected a real floating-point dtype.")
+                raise ModelError(
+                    f"parameter '{name}' has dtype {p.dtype}; expected a real floating-point dtype. Store a complex "
+                    "parameter as its real and imaginary part (torch.view_as_real), or freeze it."
+                )
         devices = {p.device for _, p in named}
         if len(devices) > 1:
             raise ModelError(
@@ -106,12 +125,19 @@ class ParamSpace:
         if missing:
             raise ParameterError(f"no entry for parameter '{missing[0]}'; expected one for each of {list(self.names)}.")
         parts = []
+        first = tree[self.names[0]]
+        batch = first.shape[: max(0, first.dim() - len(self.shapes[0]))]
         for name, shape in zip(self.names, self.shapes, strict=True):
             value = tree[name]
-            lead = value.shape[: value.dim() - len(shape)]
+            lead = value.shape[: max(0, value.dim() - len(shape))]
             if value.shape[len(lead) :] != shape:
                 raise ParameterError(
                     f"entry '{name}' has shape {tuple(value.shape)}; expected (*batch, {', '.join(map(str, shape))})."
+                )
+            if lead != batch:
+                raise ParameterError(
+                    f"entry '{name}' has batch axes {tuple(lead)} before its shape; expected {tuple(batch)}, those of "
+                    f"'{self.names[0]}'."
                 )
             parts.append(value.reshape(*lead, shape.numel()).to(self.dtype))
         return self.restrict(torch.cat(parts, dim=-1))
@@ -121,7 +147,7 @@ class ParamSpace:
         self.check(v)
         parts = self.expand(v).split([shape.numel() for shape in self.shapes], dim=-1)
         return {
-            name: part.reshape(*v.shape[:-1], *shape)
+            name: part.reshape((*v.shape[:-1], *shape))
             for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
         }
 

@@ -16,7 +16,7 @@ from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.passes import Batches, pulled
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import DenseRows, Diagonal, LookupRows, OuterRows, Piece
-from lapwing.linalg.rows import assemble, chunks, connected, rows_of
+from lapwing.linalg.rows import CACHE, assemble, chunks, connected, contract, rows_of
 from lapwing.tangent import Tangent
 
 
@@ -65,11 +65,8 @@ def _outer_squares(piece: OuterRows, budget: int) -> Float[Tensor, "groups rows 
         return torch.einsum("n k o, n k i -> k o i", g, right[:, 0].square())
     width = right.shape[-1]
     squares = right.new_zeros(groups, rows, width)
-    inputs = right.permute(0, 2, 1, 3)  # [n, k, t, i]
-    for r in range(count):
-        grads = left[r].permute(0, 2, 3, 1)  # [n, k, o, t]
-        for part in chunks(batch, 2 * groups * rows * width * right.element_size(), budget):
-            squares += (grads[part] @ inputs[part]).square().sum(0)
+    for part in chunks(batch, count * groups * rows * width * right.element_size(), min(CACHE, budget)):
+        squares += contract(left[:, part], right[part]).square().sum((0, 1))
     return squares
 
 

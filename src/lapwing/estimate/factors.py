@@ -165,18 +165,24 @@ class Matrix(Accumulator):
 def add_gram(total: Tensor, values: Tensor) -> None:
     """total += upper triangle of the sum over m, t of v v^T, for values [m, t, k, d] and total [k, d, d]."""
     count, shared, groups, width = values.shape
-    if shared > width and not values.is_contiguous():
-        # positions last in memory (convolutions): small products per data point spare a transposing copy
+    last = values.permute(2, 3, 0, 1)
+    if last.is_contiguous() and not values.is_contiguous():
+        _add_product(total, last.flatten(2))  # patches of a convolution: positions are last in memory
+    elif shared > width and not values.is_contiguous():
+        # gradients of a convolution: small products per data point spare a transposing copy
         last = values.permute(0, 2, 3, 1)
         total += (last @ last.mT).sum(0)
-    elif groups == 1:
-        flat = values.reshape(count * shared, width)
-        parts = 4 if width >= 512 else 1
-        edges = [width * i // parts for i in range(parts + 1)]
-        for start, stop in zip(edges[:-1], edges[1:], strict=True):
-            total[0, start:stop, start:].addmm_(flat[:, start:stop].mT, flat[:, start:])
     else:
-        total += torch.einsum("m t k i, m t k j -> k i j", values, values)
+        _add_product(total, values.reshape(count * shared, groups, width).permute(1, 2, 0))
+
+
+def _add_product(total: Tensor, last: Tensor) -> None:
+    """total += upper triangle of v v^T for v [k, d, m], in bands: half the work for wide factors."""
+    width, count = last.shape[1:]
+    bands = 4 if width >= 512 else 2 if width >= 192 and count >= 512 else 1  # measured, two cores
+    edges = [width * i // bands for i in range(bands + 1)]
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        total[:, start:stop, start:].baddbmm_(last[:, start:stop], last[:, start:].mT)
 
 
 def mirrored(upper: Tensor) -> Tensor:

@@ -68,7 +68,9 @@ def kflr(
             _check_structured(batch.linearisation, settings.dense_limit)
             plans[probe] = _plan(batch.pieces, blocks, settings, tangent)
         for block, members in plans[probe]:
-            block.add([batch.pieces[i] if part is None else batch.pieces[i].split()[part] for i, part in members], batch.first)
+            block.add(
+                [batch.pieces[i] if part is None else batch.pieces[i].split()[part] for i, part in members], batch.first
+            )
     return _collect(blocks, space)
 
 

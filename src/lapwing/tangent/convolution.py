@@ -55,12 +55,13 @@ def patches(
     padding: str | int | Sequence[int],
     dilation: int | Sequence[int],
     groups: int,
+    ones: bool,
 ) -> Tensor:
-    """[N, C, *size] -> [N, positions, K, C / K * prod(kernel)]."""
+    """[N, C, *size] -> [N, positions, K, C / K * prod(kernel)], with a last column of ones for the bias if asked."""
     dims = len(kernel)
     stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
     view = windows(padded(x, padding, kernel, dilation), kernel, stride, dilation)
-    return _to_patches(view, groups, dims)
+    return _to_patches(view, groups, dims, ones)
 
 
 def transposed_patches(
@@ -71,6 +72,7 @@ def transposed_patches(
     output_padding: int | Sequence[int],
     groups: int,
     dilation: int | Sequence[int],
+    ones: bool,
 ) -> Tensor:
     """As `patches`, for a transposed convolution: position p meets x[q] through kernel offset p + padding - q stride."""
     dims = len(kernel)
@@ -84,15 +86,19 @@ def transposed_patches(
         sides.append((d * (k - 1) - p, d * (k - 1) - p + extra))
     spread = F.pad(spread, [amount for side in reversed(sides) for amount in side])  # negative amounts crop
     view = windows(spread, kernel, (1,) * dims, dilation).flip(tuple(range(2 + dims, 2 + 2 * dims)))
-    return _to_patches(view, groups, dims)
+    return _to_patches(view, groups, dims, ones)
 
 
-def _to_patches(view: Tensor, groups: int, dims: int) -> Tensor:
+def _to_patches(view: Tensor, groups: int, dims: int, ones: bool) -> Tensor:
+    """Laid out as [K, I, N, positions] in memory: the copy runs along rows of the image, and products need no other."""
     n, channels = view.shape[:2]
-    positions = view.shape[2 : 2 + dims]
-    order = (0, *range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims))
-    flat = view.permute(order).reshape(n, prod(positions), channels, -1)
-    return flat.reshape(n, prod(positions), groups, -1)
+    positions, kernel = view.shape[2 : 2 + dims], view.shape[2 + dims :]
+    width = channels // groups * prod(kernel)
+    out = view.new_empty(groups, width + ones, n, *positions)
+    out[:, width:] = 1
+    source = view.permute(1, *range(2 + dims, 2 + 2 * dims), 0, *range(2, 2 + dims))
+    out[:, :width].unflatten(1, (channels // groups, *kernel)).copy_(source.unflatten(0, (groups, channels // groups)))
+    return out.flatten(3).permute(2, 3, 0, 1)
 
 
 def channels_last(y: Tensor, groups: int) -> Tensor:

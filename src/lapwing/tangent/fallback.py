@@ -9,17 +9,20 @@ autograd can differentiate; slow, and used only for the parameters that need it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from lapwing.errors import ModelError
+from lapwing.linalg.rows import DenseRows, Piece
 from lapwing.params import ParamSpace
 from lapwing.tangent.guard import plain_attention, unchanged
 from lapwing.tangent.inputs import batch_size, call, take
+from lapwing.tangent.sources import Derived
 
 
 def opaque_rows(
@@ -59,7 +62,9 @@ def opaque_rows(
     return dict(zip(names, out, strict=True))
 
 
-def batched_grad(output: Tensor, inputs: Sequence[Any], cotangents: Float[Tensor, "r *out"]) -> list[Tensor | None]:
+def batched_grad(
+    output: Tensor | GradientEdge, inputs: Sequence[Any], cotangents: Float[Tensor, "r *out"]
+) -> list[Tensor | None]:
     """d(cotangent . output) / d input for every cotangent: [r, *input] each; None for an unrelated input.
 
     One vectorised backward pass where every operation on the way has a batching rule, else one pass per cotangent.
@@ -69,8 +74,28 @@ def batched_grad(output: Tensor, inputs: Sequence[Any], cotangents: Float[Tensor
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # torch warns where it would loop inside: the loop below is as good
-                return list(torch.autograd.grad(output, inputs, cotangents, is_grads_batched=True, **options))
+                return list(torch.autograd.grad((output,), inputs, (cotangents,), is_grads_batched=True, **options))
         except (RuntimeError, UserWarning):
             pass  # a genuine error is raised again by the plain passes
-    each = [torch.autograd.grad(output, inputs, u, **options) for u in cotangents]
+    each = [torch.autograd.grad((output,), inputs, (u,), **options) for u in cotangents]
     return [None if grads[0] is None else torch.stack(grads) for grads in zip(*each, strict=True)]
+
+
+def pull_back(
+    derived: Derived,
+    rows: Float[Tensor, "r n size"],
+    parameters: Mapping[str, Tensor],
+    space: ParamSpace,
+    hidden: frozenset[str],
+) -> list[Piece]:
+    """Rows in the entries of a derived tensor, in those of the parameters it was computed from (without the hidden)."""
+    names = sorted(derived.names - hidden)
+    if not names:
+        return []
+    flat = rows.flatten(0, 1).reshape(-1, *derived.shape).to(derived.dtype)
+    grads = batched_grad(derived.edge, [parameters[name] for name in names], flat)
+    return [
+        DenseRows(space.whole.starts[name], grad.reshape(*rows.shape[:2], -1).to(space.dtype))
+        for name, grad in zip(names, grads, strict=True)
+        if grad is not None
+    ]

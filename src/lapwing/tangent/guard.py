@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextmanager
@@ -36,10 +37,11 @@ def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Turns the fused fast path of attention layers off, so that its operations can be seen and differentiated."""
+    """Turns the fused paths of attention off, so that its operations can be seen, and differentiated twice."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from lapwing.errors import ModelError
 from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks
 from lapwing.params import ParamSpace
-from lapwing.tangent.fallback import batched_grad, opaque_rows
+from lapwing.tangent.fallback import batched_grad, opaque_rows, pull_back
 from lapwing.tangent.guard import plain_attention, unchanged
-from lapwing.tangent.inputs import batch_size, call, check_input, shape_key, take
+from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, shape_key, take
 from lapwing.tangent.probe import Probe, probe
 from lapwing.tangent.record import Record, Recorder
 from lapwing.tangent.samples import SampleAxis
@@ -59,20 +59,44 @@ class Tangent:
 
     def at(self, x: Any) -> Linearisation:
         """One recorded forward pass at the inputs x."""
-        check_input(x, self.space.device)
-        with unchanged(self.model), plain_attention(), torch.enable_grad():
-            found = self._probe(x)
-            recorder = Recorder(self.space, self.parameters, x, found.dependent)
-            with recorder:
-                value = call(self.model, x)
+        with torch.inference_mode(False):
+            x = map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
+            check_input(x, self.space.device)
+            check_trainable(self.parameters)
+            with unchanged(self.model), plain_attention(), torch.enable_grad():
+                found, fresh = self._probe(x)
+                value, record = self._record(x, found)
+                if record.signature != found.signature and not fresh:  # the model does something else with this data
+                    found, _ = self._probe(x, again=True)
+                    value, record = self._record(x, found)
         check_output(value, batch_size(x))
-        return Linearisation(self, x, value, recorder.record, found)
+        record.opaque.update(found.opaque)
+        return Linearisation(self, x, value, record, found)
 
-    def _probe(self, x: Any) -> Probe:
+    def _record(self, x: Any, found: Probe) -> tuple[Tensor, Record]:
+        recorder = Recorder(self.space, self.parameters, x, found.dependent)
+        with recorder:
+            value = call(self.model, x)
+        return value, recorder.record
+
+    def _probe(self, x: Any, again: bool = False) -> tuple[Probe, bool]:
+        """What is known of inputs of this shape, and whether it was found just now."""
         key = (shape_key(x), tuple(m.training for m in self.model.modules()))
-        if key not in self._probes:
-            self._probes[key] = probe(self.model, self.space, self.parameters, x)
-        return self._probes[key]
+        if key in self._probes and not again:
+            return self._probes[key], False
+        found = probe(self.model, self.space, self.parameters, x)
+        if found.settled:
+            self._probes[key] = found
+        return found, True
+
+
+def check_trainable(parameters: dict[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            raise ModelError(
+                f"parameter '{name}' of the parameter space has requires_grad=False; expected a trainable one. Set "
+                "requires_grad=True, or build the ParamSpace again after freezing."
+            )
 
 
 def check_output(value: Tensor, batch: int) -> None:
@@ -85,6 +109,11 @@ def check_output(value: Tensor, batch: int) -> None:
         raise ModelError(
             f"the model's output has {value.shape[0]} rows for a batch of {batch} inputs; expected one row per data point, "
             "samples along axis 0."
+        )
+    if not value.requires_grad:
+        raise ModelError(
+            "autograd finds no trainable parameter behind the model's output; expected at least one. Look for "
+            "torch.no_grad or detach in the forward pass."
         )
 
 
@@ -121,10 +150,18 @@ class Linearisation:
     def mv(self, v: Float[Tensor, " params"]) -> Float[Tensor, "batch *out"]:
         """J v: J^T u is linear in u, and its derivative along v is J v. About two backward passes."""
         self.space.check(v)
-        parameters = self.tangent.parameters
         direction = self.space.unravel(v)
-        if not self.output.requires_grad:
-            return torch.zeros_like(self.value)
+        try:
+            return self._derivative_along(direction)
+        except RuntimeError:  # an operation on the way that can be differentiated only once: C backward passes instead
+            parts = [
+                assemble(self._pull(eye), self.space.total, slice(0, self.batch)) @ self.space.expand(v)
+                for eye in self.identity(self.cotangent_bytes + 8 * self.batch * self.space.total)
+            ]
+            return torch.cat(parts).mT.reshape(self.output.shape)
+
+    def _derivative_along(self, direction: dict[str, Tensor]) -> Tensor:
+        parameters = self.tangent.parameters
         with torch.enable_grad():
             u = torch.zeros_like(self.output, requires_grad=True)
             grads = torch.autograd.grad(self.output, list(parameters.values()), u, create_graph=True, allow_unused=True)
@@ -214,18 +251,7 @@ class Linearisation:
         return batched_grad(self.output, edges, cotangents.to(self.output.dtype))
 
     def _pull_back(self, derived: Derived, rows: Float[Tensor, "r n size"]) -> list[Piece]:
-        """Rows in the entries of a derived tensor, in the entries of the parameters it was computed from."""
-        names = sorted(derived.names - self.record.opaque.keys())
-        if not names:
-            return []
-        parameters = self.tangent.parameters
-        flat = rows.flatten(0, 1).reshape(-1, *derived.tensor.shape).to(derived.tensor.dtype)
-        grads = batched_grad(derived.tensor, [parameters[name] for name in names], flat)
-        return [
-            DenseRows(self.space.whole.starts[name], grad.reshape(*rows.shape[:2], -1).to(self.space.dtype))
-            for name, grad in zip(names, grads, strict=True)
-            if grad is not None
-        ]
+        return pull_back(derived, rows, self.tangent.parameters, self.space, frozenset(self.record.opaque))
 
     # -- the LinearMap contract ------------------------------------------------------------------------------------
 

@@ -1,6 +1,12 @@
-"""The probe: the model run with one sample changed, to find the sample axis of every use and refuse coupled samples.
+"""The probe: what is found out about a model once per shape of its input, so that nothing has to be assumed.
 
-Two or three forward passes per new input shape; the result is kept by the `Tangent`.
+- The model is run with one sample changed, and differentiated at one sample: what moves belongs to that sample, which
+  gives the sample axis of every use.
+- A sample run alone must give what it gives in its batch: coupled samples are refused, and so are random models.
+- The rows of one sample, built from the record, must be autograd's own gradient. A parameter for which they are not was
+  used where the recorder does not see it (inside a custom autograd function, say) and is left to the slow path.
+
+About two forward and one backward pass per new input shape; the result is kept by the `Tangent`.
 """
 
 from __future__ import annotations
@@ -9,11 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
-from lapwing.errors import ModelError, UnsupportedOperationError
+from lapwing.errors import ModelError
+from lapwing.linalg.rows import assemble
 from lapwing.params import ParamSpace
-from lapwing.tangent.inputs import batch_size, call
+from lapwing.tangent.fallback import pull_back
+from lapwing.tangent.inputs import batch_size, call, take
 from lapwing.tangent.record import Event, Record, Recorder
 from lapwing.tangent.samples import SampleAxis, candidates, changed_sample, differs
 from lapwing.tangent.uses import Broadcast, Use
@@ -21,15 +30,23 @@ from lapwing.tangent.uses import Broadcast, Use
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """For inputs of one shape: the sample axis of each use (by event number), and events that depend on the data."""
+    """For inputs of one shape: the sample axis of each use (by event number), and events that depend on the data.
+
+    `opaque` names parameters that the record does not explain, with the operation; `settled` is False when the data
+    left something open, so that the next batch is probed again.
+    """
 
     axes: dict[int, SampleAxis] = field(default_factory=dict)
     dependent: frozenset[int] = frozenset()
+    opaque: dict[str, str] = field(default_factory=dict)
+    signature: tuple = ()
+    settled: bool = True
 
 
 def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x: Any) -> Probe:
     """Finds where the samples are. Raises ModelError if samples are coupled or the model is random."""
     batch = batch_size(x)
+    middle = batch // 2
 
     def run(inputs: Any, dependent: frozenset[int]) -> tuple[Record, Tensor]:
         recorder = Recorder(space, parameters, inputs, dependent, snapshot=torch.clone)
@@ -38,14 +55,15 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
         return recorder.record, value
 
     base, value = run(x, frozenset())
-    if batch == 1:
-        axes = {number: _only_sample(use) for number, use in base.uses}
-        return Probe(axes)
+    if value.dim() < 2 or value.shape[0] != batch:
+        return Probe()  # a wrong output shape is reported by the caller
+    alone = _check_alone(model, x, value, sorted({0, middle}))
 
     # events that depend on the data although nothing that went in was known to: found one round at a time
     dependent: frozenset[int] = frozenset()
-    while True:
-        other, other_value = run(changed_sample(x, batch // 2), dependent)
+    changed = changed_sample(x, middle)
+    while changed is not None:
+        other, other_value = run(changed, dependent)
         hidden = _changed_events(base, other) - dependent - {n for n, e in enumerate(base.events) if e.dependent}
         if not hidden:
             break
@@ -53,25 +71,38 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
         base, value = run(x, dependent)
 
     open_axes = {number: _possible(use, batch) for number, use in base.uses}
-    for sample in dict.fromkeys((batch // 2, 0, batch - 1)):
-        if sample != batch // 2:
-            if all(len(found) == 1 for found in open_axes.values()):
-                break
-            other, other_value = run(changed_sample(x, sample), dependent)
-        _check_independent(value, other_value, sample, batch)
-        for number, use in base.uses:
-            event, changed = base.events[number], other.events[number]
-            open_axes[number] = _consistent(use, event, changed, open_axes[number], sample)
-    return Probe({number: found[0] for number, found in open_axes.items()}, dependent)
+    wanted = (middle,) if alone else (middle, 0, batch - 1)
+    for sample in dict.fromkeys((middle, 0, batch - 1)):
+        if sample not in wanted and all(len(found) == 1 for found in open_axes.values()):
+            break
+        if sample != middle:
+            changed = changed_sample(x, sample)
+            other, other_value = (base, value) if changed is None else run(changed, dependent)
+        if changed is not None:
+            if batch > 1:
+                _check_independent(value, other_value, sample)
+            for number, use in base.uses:
+                event, again = base.events[number], other.events[number]
+                open_axes[number] = _forward_consistent(use, event, again, open_axes[number], sample)
+        gradients = _gradients(value, [use.edge for _, use in base.uses], sample)
+        for (number, use), grad in zip(base.uses, gradients, strict=True):
+            open_axes[number] = _backward_consistent(use, grad, open_axes[number], sample)
+
+    opaque = {
+        name: use.operation
+        for number, use in base.uses
+        if not open_axes[number]
+        for source in use.sources
+        for name in source.names
+    }
+    axes = {number: found[0] for number, found in open_axes.items() if found}
+    base.opaque.update(opaque)
+    opaque |= _unexplained(space, parameters, base, axes, value, middle)
+    settled = all(len(found) < 2 for found in open_axes.values())
+    return Probe(axes, dependent, opaque, base.signature, settled)
 
 
-def _only_sample(use: Use) -> SampleAxis:
-    """A batch of one: every position belongs to it, and any axis along which no parameter varies will do."""
-    sizes = _position_sizes(use)
-    axes = [axis for axis in range(len(sizes)) if not (isinstance(use, Broadcast) and use.blocked(axis))]
-    if not axes:
-        raise _no_axis(use)
-    return SampleAxis(axes[0], 1, 1, sizes[axes[0]])
+# -- sample axes ----------------------------------------------------------------------------------------------------
 
 
 def _position_sizes(use: Use) -> list[int]:
@@ -80,60 +111,132 @@ def _position_sizes(use: Use) -> list[int]:
 
 
 def _possible(use: Use, batch: int) -> list[SampleAxis]:
-    found = candidates(_position_sizes(use), batch)
-    if isinstance(use, Broadcast):
-        found = [axis for axis in found if not use.blocked(axis.axis)]
-    if not found:
-        raise _no_axis(use)
-    return found
+    """Every axis the samples may lie along; none if the operation sees them one by one, or in parts."""
+    sizes = _position_sizes(use)
+    if batch == 1:  # every position belongs to the one sample, and any axis along which no parameter varies will do
+        found = [SampleAxis(axis, 1, 1, size) for axis, size in enumerate(sizes)]
+        return [axis for axis in found if not (isinstance(use, Broadcast) and use.blocked(axis.axis))][:1]
+    found = candidates(sizes, batch)
+    return [axis for axis in found if not (isinstance(use, Broadcast) and use.blocked(axis.axis))]
 
 
-def _no_axis(use: Use) -> UnsupportedOperationError:
-    names = sorted(frozenset().union(*(source.names for source in use.sources)))
-    return UnsupportedOperationError(
-        f"parameter '{names[0]}' is used by '{use.operation}' with an output of shape {tuple(use.shape)}, in which no axis "
-        "can be the sample axis; expected one axis that counts the data points. Apply the operation to one sample's "
-        "features at a time, or leave the parameter out of the space (requires_grad=False, subset_of_weights)."
-    )
-
-
-def _consistent(use: Use, base: Event, other: Event, found: list[SampleAxis], sample: int) -> list[SampleAxis]:
+def _forward_consistent(use: Use, base: Event, other: Event, found: list[SampleAxis], sample: int) -> list[SampleAxis]:
     if base.out is None or other.out is None:
         return found
-    moved = use.positions(differs(base.out, other.out).unsqueeze(0)).squeeze(0)
+    if base.out.shape != other.out.shape:
+        return []
+    return _consistent(use, differs(base.out, other.out), found, sample)
+
+
+def _backward_consistent(use: Use, grad: Tensor | None, found: list[SampleAxis], sample: int) -> list[SampleAxis]:
+    return found if grad is None else _consistent(use, differs(grad, torch.zeros_like(grad)), found, sample)
+
+
+def _consistent(use: Use, moved: Bool[Tensor, "..."], found: list[SampleAxis], sample: int) -> list[SampleAxis]:
+    moved = use.positions(moved.unsqueeze(0)).squeeze(0)
     moved = moved.flatten(moved.dim() - use.features).any(-1) if use.features else moved
-    kept = [axis for axis in found if not bool((moved & ~axis.member(moved.shape, sample).to(moved.device)).any())]
-    if not kept:
-        raise _coupled(f"the output of '{use.operation}'", sample, len(found))
-    return kept
+    return [axis for axis in found if not bool((moved & ~axis.member(moved.shape, sample).to(moved.device)).any())]
 
 
-def _check_independent(value: Tensor, other: Tensor, sample: int, batch: int) -> None:
-    moved = differs(value.detach(), other.detach()).flatten(1).any(1) if value.dim() > 1 else torch.zeros(0)
-    if len(moved) != batch:
-        return  # a wrong output shape is reported by the caller
+def _cotangent(value: Tensor, sample: int) -> Tensor:
+    """Different weights for the outputs of one sample, zero for the others; no random numbers are drawn."""
+    u = torch.zeros_like(value)
+    count = torch.arange(u[sample].numel(), device=u.device, dtype=torch.float64)
+    u[sample] = (1.25 + torch.cos(1 + 2 * count)).reshape(u[sample].shape).to(u.dtype)
+    return u
+
+
+def _gradients(value: Tensor, inputs: list[Any], sample: int) -> tuple[Tensor | None, ...]:
+    if not value.requires_grad or not inputs:
+        return (None,) * len(inputs)
+    return torch.autograd.grad(value, inputs, _cotangent(value, sample), retain_graph=True, allow_unused=True)
+
+
+# -- independence ---------------------------------------------------------------------------------------------------
+
+
+def _check_alone(model: nn.Module, x: Any, value: Tensor, samples: list[int]) -> bool:
+    """Whether samples give alone what they give in the batch; False if the model cannot be run on one."""
+    value = value.detach()
+    finite = value[torch.isfinite(value)]
+    scale = float(finite.abs().max()) if len(finite) else 1.0
+    for sample in samples:
+        try:
+            with torch.no_grad():
+                alone = call(model, take(x, slice(sample, sample + 1))).detach()
+        except ModelError:
+            return False
+        if alone.shape != value[sample : sample + 1].shape:
+            return False
+        off = (alone[0] - value[sample]).abs() > torch.finfo(value.dtype).eps ** 0.5 * scale
+        if bool(off.any()):
+            raise ModelError(
+                f"data point {sample} gives another output alone than in its batch of {value.shape[0]}; expected "
+                "independent samples and a deterministic model. Call model.eval(); a layer that normalises or attends "
+                "over the batch axis, or draws random numbers, cannot be linearised per sample."
+            )
+    return True
+
+
+def _check_independent(value: Tensor, other: Tensor, sample: int) -> None:
+    moved = differs(value.detach(), other.detach()).flatten(1).any(1)
     moved[sample] = False
     if bool(moved.any()):
-        raise _coupled("the model's output", sample, batch)
-
-
-def _coupled(what: str, sample: int, _: int) -> ModelError:
-    return ModelError(
-        f"changing data point {sample} alone changes {what} for other data points too; expected independent samples and a "
-        "deterministic model. Call model.eval(); a layer that normalises or attends over the batch axis, or draws "
-        "random numbers, cannot be linearised per sample."
-    )
+        raise ModelError(
+            f"changing data point {sample} alone changes the model's output for other data points too; expected "
+            "independent samples and a deterministic model. Call model.eval(); a layer that normalises or attends over "
+            "the batch axis, or draws random numbers, cannot be linearised per sample."
+        )
 
 
 def _changed_events(base: Record, other: Record) -> frozenset[int]:
     names = [event.name for event in base.events], [event.name for event in other.events]
     if names[0] != names[1]:
         raise ModelError(
-            "the operations of the forward pass change with the data (control flow in Python); expected the same operations "
-            "for every input of one shape. Write the choice with torch.where."
+            "the operations of the forward pass change with the data (control flow in Python); expected the same "
+            "operations for every input of one shape. Write the choice with torch.where."
         )
     return frozenset(
         number
         for number, (a, b) in enumerate(zip(base.events, other.events, strict=True))
-        if a.out is not None and b.out is not None and bool(differs(a.out, b.out).any())
+        if a.out is not None and b.out is not None and (a.out.shape != b.out.shape or bool(differs(a.out, b.out).any()))
     )
+
+
+# -- what the record does not explain -------------------------------------------------------------------------------
+
+
+def _unexplained(
+    space: ParamSpace,
+    parameters: dict[str, Tensor],
+    base: Record,
+    axes: dict[int, SampleAxis],
+    value: Tensor,
+    sample: int,
+) -> dict[str, str]:
+    """Parameters whose rows, for one sample, are not the gradient that autograd finds for it."""
+    names = [name for name in space.names if name not in base.opaque]
+    uses = base.uses
+    edges = [use.edge for _, use in uses]
+    grads = _gradients(value, [*edges, *(parameters[name] for name in names)], sample)
+    pieces, largest = [], 0.0
+
+    def pull(derived, rows):
+        return pull_back(derived, rows, parameters, space, frozenset(base.opaque))
+
+    for (number, use), grad in zip(uses, grads[: len(edges)], strict=True):
+        if grad is not None:
+            largest = max(largest, float(grad.abs().max()))
+            pieces += use.pieces(grad.unsqueeze(0), axes[number], space.dtype, pull)
+    total = torch.zeros(space.total, dtype=space.dtype, device=space.device)
+    rows = assemble(pieces, space.total, slice(sample, sample + 1))[0, 0] if pieces else total
+    largest = max(largest, float(rows.abs().max()))
+    found = {}
+    for name, grad in zip(names, grads[len(edges) :], strict=True):
+        expected = total[space.segment(name)] if grad is None else grad.flatten().to(space.dtype)
+        eps = torch.finfo(parameters[name].dtype).eps
+        mine, scale = rows[space.segment(name)], float(expected.abs().max()) if expected.numel() else 0.0
+        tolerance = eps**0.5 * scale + min(1e3 * eps, eps**0.5) * largest
+        if bool(((mine - expected).abs() > tolerance).any()):
+            found[name] = base.seen(name)
+    return found

@@ -66,6 +66,19 @@ class Record:
                 found.append((number, use))
         return found
 
+    @property
+    def signature(self) -> tuple:
+        """What has to be the same for a probe of one batch to hold for another."""
+        return tuple((e.name, e.dependent, None if e.use is None else e.use.shape) for e in self.events)
+
+    def seen(self, name: str) -> str:
+        """The operations that were seen to use a parameter, for messages."""
+        uses = [e.use for e in self.events if e.use is not None]
+        known = dict.fromkeys(use.operation for use in uses if any(name in source.names for source in use.sources))
+        return (
+            " and ".join([*known, "an operation that cannot be seen"]) if known else "an operation that cannot be seen"
+        )
+
 
 class Recorder(TorchFunctionMode):
     """Records uses of `parameters` (name -> tensor) while active; `inputs` are the data.
@@ -88,9 +101,9 @@ class Recorder(TorchFunctionMode):
         self._dependent = dependent
         self._snapshot = snapshot
         self._whole = {name: parameter_alias(name, space.whole.starts[name], parameters[name]) for name in space.names}
-        self._sources: dict[int, tuple[Tensor, Source]] = {
-            id(parameters[name]): (parameters[name], alias) for name, alias in self._whole.items()
-        }
+        self._sources: dict[int, tuple[Tensor, Source, int]] = {}
+        for name, alias in self._whole.items():
+            self._register(parameters[name], alias)
         self._data: dict[int, weakref.ref] = {}
         self._mark(list(tensors(inputs)))
 
@@ -98,7 +111,16 @@ class Recorder(TorchFunctionMode):
 
     def source(self, value: Any) -> Source | None:
         found = self._sources.get(id(value))
-        return None if found is None else found[1]
+        if found is None:
+            return None
+        tensor, source, version = found
+        if tensor._version != version:  # written to since, perhaps through a view of it: no plain view any more
+            source = Derived(source.names, get_gradient_edge(tensor), tensor.shape, tensor.dtype)
+            self._register(tensor, source)
+        return source
+
+    def _register(self, tensor: Tensor, source: Source) -> None:
+        self._sources[id(tensor)] = (tensor, source, tensor._version)
 
     def _mark(self, out: Any) -> None:
         for tensor in out if isinstance(out, (list, tuple)) else (out,):
@@ -120,19 +142,46 @@ class Recorder(TorchFunctionMode):
         given = list(_flat((args, kwargs)))
         read = [t for t in given if id(t) in self._sources]
         data = any(self._is_data(t) for t in given)
+        target = _written(func, args, kwargs)
         if not read:
             out = func(*args, **kwargs)
             if data:
                 self._mark(out)
+                self._mark(target)
             return out
         if func in IN_PLACE and args and isinstance(args[0], Tensor):
             before = (args[0].detach().clone(), *args[1:])
         else:
             before = args
+        names, version = self._names(read), 0 if target is None else target._version
         with _differentiable_twice(func):
             out = func(*args, **kwargs)
-        self._note(func, before, kwargs, out, read, data)
+        written = target is not None and target._version != version
+        if written and (out is not target or id(target) in self._sources):
+            self._write(func, target, names, data)
+        else:
+            self._note(func, before, kwargs, out, read, data)
         return out
+
+    def _names(self, read: list[Tensor]) -> frozenset[str]:
+        return frozenset().union(*(source.names for source in map(self.source, read) if source is not None))
+
+    def _write(self, func, target: Tensor, names: frozenset[str], data: bool) -> None:
+        """Parameters were written into a tensor, whole or in part: no rule follows that, autograd does."""
+        name = _name(func)
+        number = len(self.record.events)
+        dependent = data or number in self._dependent
+        if dependent or not target.requires_grad:
+            self._sources.pop(id(target), None)
+            self._mark(target)
+            for missed in names if target.requires_grad else ():
+                self.record.opaque.setdefault(missed, name)
+        else:
+            self._register(target, Derived(names, get_gradient_edge(target), target.shape, target.dtype))
+            for derived in names:
+                self.record.derived.setdefault(derived, name)
+        kept = self._snapshot(target.detach()) if self._snapshot is not None else None
+        self.record.events.append(Event(name, kept, None, dependent))
 
     def _note(self, func, args, kwargs, out, read: list[Tensor], data: bool) -> None:
         outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
@@ -157,7 +206,7 @@ class Recorder(TorchFunctionMode):
         use = None
         if isinstance(out, Tensor) and func in RULES:
             use = RULES[func](Call(func, args, kwargs, out, self.source))
-        names = frozenset().union(*(self.source(t).names for t in read))  # pyright: ignore[reportOptionalMemberAccess]
+        names = self._names(read)
         if use is not None:
             use.shape, use.edge = out.shape, get_gradient_edge(out)
             covered = frozenset().union(*(source.names for source in use.sources))
@@ -173,11 +222,11 @@ class Recorder(TorchFunctionMode):
                 continue
             source = self._alias(func, out, sources)
             if source is None:
-                names = frozenset().union(*(s.names for s in sources if s is not None))
-                source = Derived(names, out)
+                names = self._names(read)
+                source = Derived(names, get_gradient_edge(out), out.shape, out.dtype)
                 for derived in names:
                     self.record.derived.setdefault(derived, name)
-            self._sources[id(out)] = (out, source)
+            self._register(out, source)
 
     def _alias(self, func, out: Tensor, sources: list[Source | None]) -> Alias | None:
         first = sources[0]
@@ -197,6 +246,17 @@ def _flat(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _flat(item)
+
+
+def _written(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
+    """The tensor that an operation writes into: of an in-place method, of an assignment to an index, of `out=`."""
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    if args and isinstance(args[0], Tensor) and (in_place or name == "__setitem__" or func in IN_PLACE):
+        return args[0]
+    return None
 
 
 def _name(func: Callable) -> str:
@@ -250,11 +310,14 @@ def _refuse_random(what: str) -> None:
 @contextmanager
 def _differentiable_twice(func: Callable) -> Iterator[None]:
     """The fused recurrent kernels have no second derivative, which J v needs; the plain ones do."""
+    before = torch.backends.mkldnn.enabled
     if func in _RECURRENT:
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
-    else:
+        torch.backends.mkldnn.enabled = False  # `mkldnn.flags` would set, and warn of, other switches too
+    try:
         yield
+    finally:
+        if func in _RECURRENT:
+            torch.backends.mkldnn.enabled = before
 
 
 @contextmanager

@@ -61,6 +61,11 @@ def methods(*names: str) -> list[Callable]:
 # -- contractions ---------------------------------------------------------------------------------------------------
 
 
+def with_ones(values: Tensor, ones: bool) -> Tensor:
+    """[..., i] -> [..., i + 1] with ones in the last column, which meet the bias."""
+    return torch.cat([values, values.new_ones(*values.shape[:-1], 1)], dim=-1) if ones else values
+
+
 def contraction(
     name: str, x: Tensor, weight: Tensor, labels: tuple[Sequence, Sequence, Sequence], call: Call, bias: Tensor | None
 ) -> Use | None:
@@ -81,13 +86,13 @@ def contraction(
     k, o, i = (prod(size[label] for label in part) for part in (group, row, col))
     count = len(position)
 
-    def right() -> Tensor:
+    def right(ones: bool) -> Tensor:
         values = x.sum(summed) if summed else x
         kept = [label for label in in_x if label in in_y or label in in_w]
         values = values.permute([kept.index(label) for label in position + group + col])
         sizes = [size[label] for label in position + group]
         values = values.expand(*sizes, *values.shape[len(sizes) :])
-        return values.reshape(*sizes[:count], k, i)
+        return with_ones(values.reshape(*sizes[:count], k, i), ones)
 
     def left(y: Tensor) -> Tensor:
         y = y.permute(0, *(1 + in_y.index(label) for label in position + group + row))
@@ -114,7 +119,7 @@ def linear(call: Call) -> Use | None:
     o, i = weight.shape
     return Contraction(
         "linear", call.source(weight), bias_source, (o, i), (0, 1), 1, o, i,
-        lambda: x.unsqueeze(-2), lambda y: y.unsqueeze(-2),
+        lambda ones: with_ones(x.unsqueeze(-2), ones), lambda y: y.unsqueeze(-2),
     )  # fmt: skip
 
 
@@ -196,7 +201,7 @@ def bilinear(call: Call) -> Use | None:
     bias_source = None if bias is None else call.source(bias)
     return Contraction(
         "bilinear", call.source(weight), bias_source, (1, o, i * j), (0, 1, 2), 1, o, i * j,
-        lambda: x.unsqueeze(-2), lambda y: y.unsqueeze(-2),
+        lambda ones: with_ones(x.unsqueeze(-2), ones), lambda y: y.unsqueeze(-2),
     )  # fmt: skip
 
 
@@ -215,11 +220,11 @@ def _convolution(call: Call, dims: int, transposed: bool) -> Use | None:
     alone = x.dim() == dims + 1  # an input without a batch axis
     kernel = tuple(weight.shape[2:])
 
-    def right() -> Tensor:
-        batch = x.unsqueeze(0) if alone else x
+    def right(ones: bool) -> Tensor:
+        batch = (x.unsqueeze(0) if alone else x).detach()
         if transposed:
-            return transposed_patches(batch, kernel, stride, padding, extra, groups, dilation)
-        return patches(batch, kernel, stride, padding, dilation, groups)
+            return transposed_patches(batch, kernel, stride, padding, extra, groups, dilation, ones)
+        return patches(batch, kernel, stride, padding, dilation, groups, ones)
 
     def left(y: Tensor) -> Tensor:
         return channels_last(y.unsqueeze(1) if alone else y, groups)

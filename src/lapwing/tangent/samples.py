@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from lapwing.errors import DataError
 from lapwing.tangent.inputs import batch_size, map_tensors, tensors
 
 
@@ -62,7 +61,7 @@ def candidates(sizes: Sequence[int], batch: int) -> list[SampleAxis]:
 
 
 def changed_sample(x: Any, sample: int) -> Any:
-    """The input with one sample replaced by something else; everything else as it was."""
+    """The input with one sample replaced by something else and the rest as it was; None if nothing else is known."""
     batch = batch_size(x)
     batched = [t for t in tensors(x) if t.dim() and t.shape[0] == batch]
     donor = next(
@@ -74,10 +73,7 @@ def changed_sample(x: Any, sample: int) -> Any:
         None,
     )
     if donor is None and not any(t.is_floating_point() for t in batched):
-        raise DataError(
-            "every data point of the batch is the same, so that samples cannot be told apart; expected a batch with at "
-            "least two different inputs. Use a larger or shuffled batch."
-        )
+        return None
 
     def replaced(t: Tensor) -> Tensor:
         if not t.dim() or t.shape[0] != batch:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class Alias:
 class Derived:
     """A tensor computed from parameters alone (weight norm, low-rank updates, positional tables): no data in it.
 
-    Rows in its entries are pulled back to the parameters by autograd.
+    Rows in its entries are pulled back to the parameters by autograd, from the edge that it had when it was used.
     """
 
     names: frozenset[str]
-    tensor: Tensor
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 Source = Alias | Derived

@@ -58,7 +58,8 @@ class Use:
 
 
 def _dropped(source: Source | None, names: frozenset[str]) -> Source | None:
-    return None if source is None or source.names & names else source
+    """None for a source of nothing but `names`; rows of one of several are dropped where they are pulled back."""
+    return None if source is None or source.names <= names else source
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Contraction(Use):
     groups: int
     rows: int
     cols: int
-    right: Callable[[], Tensor]
+    right: Callable[[bool], Tensor]
     left: Callable[[Tensor], Tensor]
 
     @property
@@ -93,30 +94,24 @@ class Contraction(Use):
 
     def pieces(self, grad: Tensor, samples: SampleAxis, dtype: torch.dtype, pull: PullBack) -> list[Piece]:
         left = samples.split(self.left(grad.to(dtype)), lead=1, features=2)
-        out: list[Piece] = []
-        bias = self.bias if isinstance(self.bias, Alias) and self.bias.in_order else None
-        if self.weight is not None:
-            right = samples.split(self.right().detach().to(dtype), lead=0, features=2)
-            if isinstance(self.weight, Alias):
-                stored_order = self.weight.factorised(self.split, self.perm)
-                if stored_order is not None:
-                    layout = MatrixLayout(self.weight.start, *stored_order, self.groups, self.rows, self.cols)
-                    if bias is not None:
-                        layout = replace(layout, bias=bias.start)
-                        right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], dim=-1)
-                    out.append(OuterRows(layout, left, right))
-                    if bias is not None or self.bias is None:
-                        return out
-                    return out + self._bias_rows(left, pull)
+        if self.weight is None:
+            return self._bias_rows(left, pull)
+        viewed = self.weight.factorised(self.split, self.perm) if isinstance(self.weight, Alias) else None
+        joint = viewed is not None and isinstance(self.bias, Alias) and self.bias.in_order
+        right = samples.split(self.right(joint).detach().to(dtype), lead=0, features=2)
+        if isinstance(self.weight, Alias) and viewed is not None:
+            bias = self.bias.start if joint and isinstance(self.bias, Alias) else None
+            layout = MatrixLayout(self.weight.start, *viewed, self.groups, self.rows, self.cols, bias)
+            pieces: list[Piece] = [OuterRows(layout, left, right)]
+        else:
             local = MatrixLayout(0, self.split, self.perm, self.groups, self.rows, self.cols)
             dense = left.new_zeros(*left.shape[:2], prod(self.split))
             OuterRows(local, left, right).add_to(dense, slice(0, left.shape[1]))
-            out += spread(self.weight, dense, pull)
-        return out + (self._bias_rows(left, pull) if self.bias is not None else [])
+            pieces = spread(self.weight, dense, pull)
+        return pieces if joint else pieces + self._bias_rows(left, pull)
 
     def _bias_rows(self, left: Tensor, pull: PullBack) -> list[Piece]:
-        assert self.bias is not None
-        return spread(self.bias, left.sum(2).flatten(2), pull)
+        return [] if self.bias is None else spread(self.bias, left.sum(2).flatten(2), pull)
 
 
 @dataclass
@@ -130,7 +125,7 @@ class Broadcast(Use):
         return [source for source, _, _ in self.terms]
 
     def without(self, names: frozenset[str]) -> Broadcast | None:
-        use = replace(self, terms=[term for term in self.terms if not term[0].names & names])
+        use = replace(self, terms=[term for term in self.terms if not term[0].names <= names])
         use.shape, use.edge = self.shape, self.edge
         return use if use.terms else None
 
@@ -177,7 +172,7 @@ class Lookup(Use):
         return [self.weight]
 
     def without(self, names: frozenset[str]) -> Lookup | None:
-        return None if self.weight.names & names else self
+        return None if self.weight.names <= names else self
 
     def positions(self, y: Tensor) -> Tensor:
         return y
