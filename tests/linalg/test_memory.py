@@ -1,4 +1,4 @@
-"""No tensor of the size of [B, C, P] is ever made for a layer: the largest one made is counted, operation by operation."""
+"""No tensor of the size of [B, C, P] is made for a layer: the largest one is counted, operation by operation."""
 
 from __future__ import annotations
 
