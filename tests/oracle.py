@@ -1,52 +1,66 @@
-"""Slow, obvious references: per-sample Jacobians by `torch.func.jacrev`, and curvature spelled out from them.
+"""Slow, obvious references: one data point, one output and one backward pass at a time, and curvature spelled out.
 
-Nothing here uses lapwing's recorder, rules or structures; only the likelihood's own log-density and Hessian, which
-have tests of their own.
+Nothing here uses lapwing's recorder, rules or structures, nor any vectorised derivative of torch; only the likelihood's
+own log-density and Hessian, which have tests of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev
+from torch.func import grad, jacrev
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def flat(tree: dict[str, Tensor], lead: int) -> Tensor:
-    return torch.cat([value.reshape(*value.shape[:lead], -1) for value in tree.values()], dim=-1)
-
-
-def one(x, n: int):
+def one(x: Any, n: int) -> Any:
     """Data point n as a batch of one."""
     if isinstance(x, Tensor):
         return x[n : n + 1]
-    if isinstance(x, dict):
+    if isinstance(x, Mapping):
         return {key: one(value, n) for key, value in x.items()}
     return tuple(one(value, n) for value in x)
 
 
-def size(x) -> int:
-    return len(x) if isinstance(x, Tensor) else size(next(iter(x.values())) if isinstance(x, dict) else x[0])
+def size(x: Any) -> int:
+    if isinstance(x, Tensor):
+        return len(x)
+    return size(next(iter(x.values())) if isinstance(x, Mapping) else x[0])
 
 
-def forward(model: nn.Module, params: dict[str, Tensor], x) -> Tensor:
-    if isinstance(x, tuple):
-        return functional_call(model, params, x)
-    if isinstance(x, dict):
-        return functional_call(model, params, (), x)
-    return functional_call(model, params, (x,))
+def forward(model: nn.Module, x: Any) -> Tensor:
+    """The call that a user would write; a model with `whole_input` takes its mapping as one argument."""
+    if isinstance(x, Tensor) or getattr(model, "whole_input", False):
+        out = model(x)
+    elif isinstance(x, Mapping):
+        out = model(**x)
+    else:
+        out = model(*x)
+    return out if isinstance(out, Tensor) else out.logits
 
 
-def jacobian(model: nn.Module, x) -> Tensor:
+def flat_gradient(scalar: Tensor, params: list[Tensor], create_graph: bool = False) -> Tensor:
+    """The gradient of a scalar as one vector; zeros where it does not depend on a parameter."""
+    if not scalar.requires_grad:
+        return torch.zeros(sum(p.numel() for p in params), dtype=scalar.dtype)
+    grads = torch.autograd.grad(scalar, params, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    parts = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def jacobian(model: nn.Module, x: Any) -> Tensor:
     """[B, C, P], all outputs of a data point flattened in C; one data point at a time, so that nothing can couple."""
-    params = parameters(model)
-    rows = [
-        flat(jacrev(lambda p, n=n: forward(model, p, one(x, n))[0].flatten())(params), lead=1) for n in range(size(x))
-    ]
-    return torch.stack(rows).detach()
+    params = list(parameters(model).values())
+    rows = []
+    for n in range(size(x)):
+        outputs = forward(model, one(x, n))[0].flatten()
+        rows.append(torch.stack([flat_gradient(output, params) for output in outputs]))
+    return torch.stack(rows)
 
 
 def output_hessian(likelihood, f: Tensor, y: Tensor, kind: str = "ggn") -> Tensor:
@@ -72,32 +86,30 @@ def output_hessian(likelihood, f: Tensor, y: Tensor, kind: str = "ggn") -> Tenso
     return out
 
 
-def ggn(model: nn.Module, likelihood, x, y: Tensor, kind: str = "ggn") -> Tensor:
+def ggn(model: nn.Module, likelihood, x: Any, y: Tensor, kind: str = "ggn") -> Tensor:
     """sum_n J_n^T H_n J_n, [P, P]."""
-    f = forward(model, parameters(model), x).detach()
-    jac = jacobian(model, x)
-    return torch.einsum("ncp,ncd,ndq->pq", jac, output_hessian(likelihood, f, y, kind), jac)
+    f = forward(model, x).detach()
+    return contracted(jacobian(model, x), output_hessian(likelihood, f, y, kind))
 
 
-def empirical(model: nn.Module, likelihood, x, y: Tensor) -> Tensor:
-    """sum_n grad_n grad_n^T, the gradients by autograd one data point at a time."""
-    rows = [flat(_loss_gradient(model, likelihood, one(x, n), y[n : n + 1]), 0) for n in range(size(x))]
+def contracted(jac: Tensor, hess: Tensor) -> Tensor:
+    """sum_n J_n^T H_n J_n of [B, C, P] and [B, C, C]."""
+    return sum(j.mT @ h @ j for j, h in zip(jac, hess, strict=True))  # pyright: ignore[reportReturnType]
+
+
+def empirical(model: nn.Module, likelihood, x: Any, y: Tensor) -> Tensor:
+    """sum_n grad_n grad_n^T, one data point at a time."""
+    params = list(parameters(model).values())
+    rows = [
+        flat_gradient(-likelihood.log_prob(forward(model, one(x, n)), y[n : n + 1]).sum(), params)
+        for n in range(size(x))
+    ]
     stacked = torch.stack(rows)
     return stacked.mT @ stacked
 
 
-def hessian(model: nn.Module, likelihood, x, y: Tensor) -> Tensor:
-    """Second derivatives of the summed negative log-likelihood, [P, P]."""
-    params = parameters(model)
-    shapes = [value.shape for value in params.values()]
-
-    def loss(vector: Tensor) -> Tensor:
-        parts = vector.split([shape.numel() for shape in shapes])
-        tree = {n: part.reshape(shape) for n, part, shape in zip(params, parts, shapes, strict=True)}
-        return -likelihood.log_prob(forward(model, tree, x), y).sum()
-
-    return jacrev(jacrev(loss))(flat(params, 0))
-
-
-def _loss_gradient(model: nn.Module, likelihood, x, y: Tensor) -> dict[str, Tensor]:
-    return grad(lambda p: -likelihood.log_prob(forward(model, p, x), y).sum())(parameters(model))
+def hessian(model: nn.Module, likelihood, x: Any, y: Tensor) -> Tensor:
+    """Second derivatives of the summed negative log-likelihood, [P, P], one row at a time."""
+    params = list(parameters(model).values())
+    gradient = flat_gradient(-likelihood.log_prob(forward(model, x), y).sum(), params, create_graph=True)
+    return torch.stack([flat_gradient(entry, params) for entry in gradient])
