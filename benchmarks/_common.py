@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import platform
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -29,14 +32,22 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
-def batches(points: int, size: int = 100) -> list[tuple[Tensor, Tensor]]:
+class Batches(list):
+    """A list of (x, y) that also answers `.dataset`, which laplace-torch asks of a loader."""
+
+    dataset: list
+
+
+def batches(points: int, size: int = 100) -> Batches:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(points, 1, 28, 28, generator=generator)
     y = torch.randint(10, (points,), generator=generator)
-    return list(zip(x.split(size), y.split(size), strict=True))
+    data = Batches(zip(x.split(size), y.split(size), strict=True))
+    data.dataset = [None] * points
+    return data
 
 
-def gradient_epoch(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
+def gradient_epoch(model: nn.Module, data: Batches) -> None:
     """Forward, loss and backward of every batch: the unit of cost."""
     parameters = list(model.parameters())
     for x, y in data:
@@ -44,10 +55,35 @@ def gradient_epoch(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
         torch.autograd.grad(loss, parameters)
 
 
-def best(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def peer_backends() -> dict[str, type]:
+    """Backends of laplace-torch that can be imported; empty where it is not installed."""
+    found = {}
+    for name, module, kind in (
+        ("curvlinops", "laplace.curvature.curvlinops", "CurvlinopsGGN"),
+        ("backpack", "laplace.curvature.backpack", "BackPackGGN"),
+        ("asdl", "laplace.curvature.asdl", "AsdlGGN"),
+    ):
+        try:
+            found[name] = getattr(importlib.import_module(module), kind)
+        except ImportError as error:
+            print(f"without peer {name}: {error}")
+    return found
+
+
+def peer_fit(model: nn.Module, data: Batches, structure: str, backend: type) -> Any:
+    laplace = importlib.import_module("laplace")
+    fitted = laplace.Laplace(
+        copy.deepcopy(model), "classification", subset_of_weights="all", hessian_structure=structure, backend=backend
+    )
+    fitted.fit(data)
+    return fitted
+
+
+def best(contenders: dict[str, Callable[[], object]], rounds: int, warm: bool = True) -> dict[str, float]:
     """Best time of each, in seconds; contenders take turns, so that noise of the machine meets all of them."""
-    for run in contenders.values():
-        run()
+    if warm:
+        for run in contenders.values():
+            run()
     times = dict.fromkeys(contenders, float("inf"))
     for _ in range(rounds):
         for name, run in contenders.items():
@@ -57,7 +93,15 @@ def best(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
     return times
 
 
-def write(name: str, rows: list[dict]) -> None:
+def report(name: str, rows: list[dict]) -> None:
+    """Prints a table and writes results/<name>.json."""
+    print(f"{'network':8} {'work':20} {'against':16} {'ms':>9} {'other ms':>10} {'ratio':>9}   bar")
+    for row in rows:
+        ratio, bar = row["ratio"], row["bar"]
+        factor = f"{ratio:8.2f}x" if ratio >= 1 else f"1/{1 / ratio:.1f}".rjust(9)
+        limit = "" if bar is None else f"{'<=' if ratio <= bar else 'ABOVE'} {bar if bar >= 1 else f'1/{1 / bar:.3g}'}"
+        times = f"{1e3 * row['seconds']:9.1f} {1e3 * row['other_seconds']:10.1f}"
+        print(f"{row['network']:8} {row['work']:20} {row['against']:16} {times} {factor}   {limit}")
     RESULTS.mkdir(exist_ok=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     context = {

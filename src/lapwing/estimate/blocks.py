@@ -7,9 +7,10 @@ import torch
 from lapwing.errors import ParameterError
 from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.passes import Batches, pulled
+from lapwing.estimate.symmetric import SymmetricSum
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Block, Blocks, Dense, Segments
-from lapwing.linalg.rows import assemble, chunks, route, rows_of
+from lapwing.linalg.rows import route
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 
@@ -26,23 +27,18 @@ def blocks(
     """The diagonal blocks of sum_n J_n^T H_n J_n, one per module ("layer") or per parameter ("tensor")."""
     space = tangent.space
     places = partition(space, by)
-    totals = {
-        name: torch.zeros(segments.size, segments.size, dtype=space.dtype, device=space.device)
-        for name, segments in places.items()
-    }
+    like = torch.zeros((), dtype=space.dtype, device=space.device)
+    totals = {name: SymmetricSum.zeros(segments.size, like, tangent.budget) for name, segments in places.items()}
     for batch in pulled(tangent, likelihood, batches, cotangents, generator):
-        count, size = rows_of(batch.pieces[0])
         assigned = [[] for _ in places]
         for piece in batch.pieces:
             for i, local in route(piece, list(places.values())):
                 assigned[i].append(local)
         for total, local in zip(totals.values(), assigned, strict=True):
-            if not local:
-                continue
-            for rows in chunks(size, 2 * count * len(total) * space.dtype.itemsize, tangent.budget):
-                flat = assemble(local, len(total), rows).flatten(0, 1)
-                total.addmm_(flat.mT, flat)
-    return Blocks(space.size, tuple(Block(name, places[name], Dense(total)) for name, total in totals.items()))
+            if local:
+                total.add(local)
+    found = (Block(name, places[name], Dense(total.matrix())) for name, total in totals.items())
+    return Blocks(space.size, tuple(found))
 
 
 def partition(space: ParamSpace, by: str) -> dict[str, Segments]:

@@ -50,7 +50,7 @@ def fisher(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Genera
 def monte_carlo(samples: int = 1) -> Cotangents:
     """Gradients at `samples` targets drawn afresh for every batch; an unbiased estimate of the Fisher."""
     if samples < 1:
-        raise DataError(f"samples is {samples}; expected at least 1.")
+        raise DataError(f"samples is {samples}; expected at least 1 draw per data point.")
 
     def columns(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
         def take(part: slice) -> Tensor:

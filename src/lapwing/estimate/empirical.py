@@ -6,6 +6,8 @@ Not a curvature in general: it agrees with the Fisher where the model is right a
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 from lapwing.errors import ParameterError
@@ -19,6 +21,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 from lapwing.tangent import Tangent
 
+_COMMON = ("tangent", "likelihood", "batches", "cotangents", "generator")
 _STRUCTURES = {"full": full, "diagonal": diagonal, "blocks": blocks, "kron": kflr}
 
 
@@ -35,4 +38,9 @@ def empirical(
     if structure not in _STRUCTURES:
         raise ParameterError(f"unknown structure {structure!r}; expected one of {sorted(_STRUCTURES)}.")
     estimator = _STRUCTURES[structure]
+    if structure != "kron":  # the Kronecker structure checks its own
+        own = [name for name in inspect.signature(estimator).parameters if name not in _COMMON]
+        unknown = [name for name in options if name not in own]
+        if unknown:
+            raise ParameterError(f"unknown option {unknown[0]!r} of structure {structure!r}; expected some of {own}.")
     return estimator(tangent, likelihood, batches, cotangents=observed, generator=generator, **options)

@@ -1,7 +1,4 @@
-"""Sums of one block over the data: Kronecker factors of a weight, or an exact dense or diagonal block of a vector.
-
-Factor sums are accumulated in place, and only their upper triangle: a symmetric product costs little more than half.
-"""
+"""Sums of one block over the data: Kronecker factors of a weight, or an exact dense or diagonal block of a vector."""
 
 from __future__ import annotations
 
@@ -13,9 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.estimate.diagonal import add_squares
-from lapwing.linalg import Dense, DenseRows, Diagonal, Kronecker, LookupRows, MatrixLayout, OuterRows, Piece
-from lapwing.linalg import Segments, Term
-from lapwing.linalg.rows import assemble, rows_of
+from lapwing.estimate.symmetric import SymmetricSum, add_gram, mirrored
+from lapwing.linalg import (
+    Dense,
+    DenseRows,
+    Diagonal,
+    Kronecker,
+    LookupRows,
+    MatrixLayout,
+    OuterRows,
+    Piece,
+    Segments,
+    Term,
+)
 
 
 class Accumulator(ABC):
@@ -35,15 +42,13 @@ class Accumulator(ABC):
 @dataclass
 class DenseVector(Accumulator):
     segments: Segments
-    total: Tensor
+    total: SymmetricSum
 
     def add(self, pieces: list[Piece], first: bool) -> None:
-        pieces = [piece.moved(self.segments) for piece in pieces]
-        flat = assemble(pieces, len(self.total), slice(0, rows_of(pieces[0])[1])).flatten(0, 1)
-        self.total.addmm_(flat.mT, flat)
+        self.total.add([piece.moved(self.segments) for piece in pieces])
 
     def curvature(self) -> Dense:
-        return Dense(self.total)
+        return Dense(self.total.matrix())
 
 
 @dataclass
@@ -160,31 +165,3 @@ class Matrix(Accumulator):
             return Term(inputs, grads, sums.count)
         extra = self.layout.width - grads.shape[-1]  # this role does not use the bias
         return Term(F.pad(grads, (0, extra, 0, extra)), inputs, sums.count)
-
-
-def add_gram(total: Tensor, values: Tensor) -> None:
-    """total += upper triangle of the sum over m, t of v v^T, for values [m, t, k, d] and total [k, d, d]."""
-    count, shared, groups, width = values.shape
-    last = values.permute(2, 3, 0, 1)
-    if last.is_contiguous() and not values.is_contiguous():
-        _add_product(total, last.flatten(2))  # patches of a convolution: positions are last in memory
-    elif shared > width and not values.is_contiguous():
-        # gradients of a convolution: small products per data point spare a transposing copy
-        last = values.permute(0, 2, 3, 1)
-        total += (last @ last.mT).sum(0)
-    else:
-        _add_product(total, values.reshape(count * shared, groups, width).permute(1, 2, 0))
-
-
-def _add_product(total: Tensor, last: Tensor) -> None:
-    """total += upper triangle of v v^T for v [k, d, m], in bands: half the work for wide factors."""
-    width, count = last.shape[1:]
-    bands = 4 if width >= 512 else 2 if width >= 192 and count >= 512 else 1  # measured, two cores
-    edges = [width * i // bands for i in range(bands + 1)]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
-        total[:, start:stop, start:].baddbmm_(last[:, start:stop], last[:, start:].mT)
-
-
-def mirrored(upper: Tensor) -> Tensor:
-    """The symmetric matrix of an upper triangle; what is below is ignored."""
-    return upper.triu() + upper.triu(1).mT

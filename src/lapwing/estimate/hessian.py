@@ -61,7 +61,8 @@ def hessian(
 def _gradient(linearisation: Linearisation, likelihood: Likelihood, y: Tensor) -> Tensor:
     """The flat gradient of the loss, itself differentiable."""
     parameters = linearisation.tangent.parameters
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        y = y.clone() if y.is_inference() else y
         loss = -likelihood.log_prob(linearisation.output, y).sum()
         grads = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
         tree = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads, strict=True)}

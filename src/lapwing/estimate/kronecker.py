@@ -12,8 +12,8 @@ factor is diagonal. A parameter that reaches the data in no such way is an error
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -21,6 +21,7 @@ from lapwing.errors import ParameterError, UnsupportedOperationError
 from lapwing.estimate.cotangents import Cotangents, exact, monte_carlo
 from lapwing.estimate.factors import Accumulator, DenseVector, DiagonalVector, Matrix, role_of
 from lapwing.estimate.passes import Batches, pulled
+from lapwing.estimate.symmetric import SymmetricSum
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Block, Blocks, DenseRows, Diagonal, LookupRows, MatrixLayout, OuterRows, Piece, Segments
 from lapwing.linalg.rows import connected
@@ -41,6 +42,16 @@ class KroneckerOptions:
     def __post_init__(self) -> None:
         if self.sharing not in ("expand", "reduce"):
             raise ParameterError(f"unknown weight sharing {self.sharing!r}; expected 'expand' or 'reduce'.")
+        if self.dense_limit < 0:
+            raise ParameterError(f"dense_limit is {self.dense_limit}; expected a number of entries >= 0.")
+
+    @staticmethod
+    def of(options: Mapping[str, str | int | bool]) -> KroneckerOptions:
+        known = [each.name for each in fields(KroneckerOptions)]
+        for name in options:
+            if name not in known:
+                raise ParameterError(f"unknown option {name!r} of a Kronecker structure; expected some of {known}.")
+        return KroneckerOptions(**options)  # pyright: ignore[reportArgumentType]
 
 
 def kflr(
@@ -53,7 +64,7 @@ def kflr(
     **options: str | int | bool,
 ) -> Blocks:
     """Kronecker factors with the exact output factor: one backward pass per column of the loss Hessian's root."""
-    settings = KroneckerOptions(**options)  # pyright: ignore[reportArgumentType]
+    settings = KroneckerOptions.of(options)
     space = tangent.space
     if space.index is not None:
         raise ParameterError(
@@ -83,7 +94,7 @@ def kfac(
     generator: torch.Generator | None = None,
     **options: str | int | bool,
 ) -> Blocks:
-    """As `kflr`, with the output factor estimated from `samples` targets drawn per data point: as many backward passes."""
+    """As `kflr`, with the output factor estimated from `samples` drawn targets per data point: as many passes."""
     return kflr(tangent, likelihood, batches, cotangents=monte_carlo(samples), generator=generator, **options)
 
 
@@ -92,23 +103,25 @@ def kfac(
 
 def _check_structured(linearisation: Linearisation, dense_limit: int) -> None:
     record, space = linearisation.record, linearisation.space
-    for name, operation in record.opaque.items():
-        raise UnsupportedOperationError(
-            f"parameter '{name}' is used by '{operation}', for which there is no Kronecker rule; expected linear, matmul, "
-            "einsum, convolution, normalisation, embedding or elementwise operations. Use a full or diagonal structure, "
-            "leave the parameter out (requires_grad=False or a smaller ParamSpace), or add a rule (docs/extending.md)."
-        )
-    for name, operation in record.derived.items():
-        if space.shape(name).numel() > dense_limit:
+    for name in space.names:
+        if name in record.opaque:
             raise UnsupportedOperationError(
-                f"parameter '{name}' is turned into another tensor by '{operation}' before it meets the data, so that its "
-                f"curvature is no Kronecker product, and its {space.shape(name).numel()} entries exceed the limit of "
+                f"parameter '{name}' is used by '{record.opaque[name]}', for which there is no Kronecker rule; "
+                "expected linear, matmul, einsum, convolution, normalisation, embedding or elementwise operations. Use "
+                "a full or diagonal structure, leave the parameter out (requires_grad=False or a smaller ParamSpace), or "
+                "add a rule (docs/extending.md)."
+            )
+        entries = space.shape(name).numel()
+        if name in record.derived and entries > dense_limit:
+            raise UnsupportedOperationError(
+                f"parameter '{name}' is turned into another tensor by '{record.derived[name]}' before it meets the "
+                f"data, so that its curvature is no Kronecker product, and its {entries} entries exceed the limit of "
                 f"{dense_limit} for a dense block. Raise dense_limit, or use a full or diagonal structure."
             )
 
 
 Plan = list[tuple[Accumulator, list[tuple[int, int | None]]]]
-"""Which pieces (by number, and by part where a piece is split) go to which block; the same for every batch of a shape."""
+"""Which pieces (by number, and by part where one is split) go to which block: the same for every batch of a shape."""
 
 
 def _plan(
@@ -162,12 +175,12 @@ def _accumulator(
         return Matrix(segments, _upright(group), sharing, options.joint_bias, options.factored_damping)
     zeros = torch.zeros(segments.size, dtype=tangent.space.dtype, device=tangent.space.device)
     if segments.size <= options.dense_limit:
-        return DenseVector(segments, torch.diag(zeros))
+        return DenseVector(segments, SymmetricSum.zeros(segments.size, zeros, tangent.budget))
     if all(isinstance(piece, DenseRows) for piece in group):
         return DiagonalVector(segments, zeros, tangent.budget)
     raise UnsupportedOperationError(
-        f"parameter '{_name(segments, tangent.space)}' is used by operations of different kinds, so that its curvature is "
-        f"no Kronecker product, and its {segments.size} entries exceed the limit of {options.dense_limit} for a dense "
+        f"parameter '{_name(segments, tangent.space)}' is used by operations of different kinds, so that its curvature "
+        f"is no Kronecker product, and its {segments.size} entries exceed the limit of {options.dense_limit} for a dense "
         "block. Raise dense_limit, or use a full or diagonal structure."
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +34,10 @@ def linearised(tangent: Tangent, likelihood: Likelihood, batches: Batches) -> It
     empty = True
     for number, batch in enumerate(batches):
         empty = False
-        try:
+        with _named(number):
             x, y = _pair(batch)
             linearisation = tangent.at(x)
             check_loss(likelihood, linearisation, y)
-        except LapwingError as error:
-            raise type(error)(f"batch {number}: {error}") from error
         yield linearisation, y
     if empty:
         raise DataError(
@@ -55,12 +54,13 @@ def pulled(
     row_bytes: int = 0,
 ) -> Iterator[Pulled]:
     """Rows of every batch; `row_bytes` is what the caller needs on top for one cotangent and data point."""
-    for linearisation, y in linearised(tangent, likelihood, batches):
-        columns = cotangents(likelihood, linearisation.value, y, generator)
+    for number, (linearisation, y) in enumerate(linearised(tangent, likelihood, batches)):
+        with _named(number):
+            columns = cotangents(likelihood, linearisation.value, y, generator)
         each = linearisation.cotangent_bytes + row_bytes * linearisation.batch
         step = max(1, tangent.budget // max(1, each))
-        for number, chunk in enumerate(columns.chunked(step)):
-            yield Pulled(linearisation, linearisation.pull(chunk.to(tangent.space.dtype)), first=number == 0)
+        for part, chunk in enumerate(columns.chunked(step)):
+            yield Pulled(linearisation, linearisation.pull(chunk.to(tangent.space.dtype)), first=part == 0)
 
 
 def check_loss(likelihood: Likelihood, linearisation: Linearisation, y: Any) -> None:
@@ -69,14 +69,14 @@ def check_loss(likelihood: Likelihood, linearisation: Linearisation, y: Any) -> 
     if not all_finite(value):
         raise DataError("the model's output holds NaN or infinite values; expected finite ones. Check the weights.")
     if not isinstance(y, Tensor):
-        raise DataError(f"the targets are {type(y).__name__}; expected a tensor.")
+        raise DataError(f"the targets are {type(y).__name__}; expected a tensor. Convert them: torch.as_tensor(y).")
     likelihood.check(value, y)
     loss = likelihood.log_prob(value, y)
     if not all_finite(loss):
         where = int((~torch.isfinite(loss)).nonzero()[0])
         raise DataError(
-            f"the log-likelihood of data point {where} is {float(loss[where])}; expected finite numbers. Check its target "
-            "and the model's output."
+            f"the log-likelihood of data point {where} is {float(loss[where])}; expected finite numbers. Check its "
+            "target and the model's output."
         )
 
 
@@ -85,6 +85,15 @@ def _pair(batch: Any) -> tuple[Any, Any]:
         return batch[0], batch[1]
     size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
     raise DataError(
-        f"a batch is a {type(batch).__name__}{size}; expected a pair (inputs, targets). Inputs may be a tensor, a tuple or "
-        "a mapping."
+        f"a batch is a {type(batch).__name__}{size}; expected a pair (inputs, targets), where inputs may be a tensor, "
+        "a tuple or a mapping. Give a loader of pairs, or a list of them: [(x, y)]."
     )
+
+
+@contextmanager
+def _named(number: int) -> Iterator[None]:
+    """Errors say which batch is at fault."""
+    try:
+        yield
+    except LapwingError as error:
+        raise type(error)(f"batch {number}: {error}") from error

@@ -1,0 +1,1 @@
+"""What a person runs: everything else in lapwing is a library and prints nothing."""

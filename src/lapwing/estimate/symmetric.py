@@ -1,0 +1,67 @@
+"""Sums of symmetric products, accumulated in place in the upper triangle: little more than half the work.
+
+`SymmetricSum` adds up row^T row over factored rows; `add_gram` the factors of a Kronecker product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.linalg.rows import Piece, assemble, chunks, rows_of
+
+
+@dataclass
+class SymmetricSum:
+    """sum over rows of row^T row, [size, size]; rows are spelled out within the budget."""
+
+    upper: Float[Tensor, "size size"]
+    budget: int
+
+    @staticmethod
+    def zeros(size: int, like: Tensor, budget: int) -> SymmetricSum:
+        return SymmetricSum(like.new_zeros(size, size), budget)
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """`pieces` in the coordinates of this matrix."""
+        size = len(self.upper)
+        count, batch = rows_of(pieces[0])
+        for rows in chunks(batch, 2 * count * size * self.upper.element_size(), self.budget):
+            flat = assemble(pieces, size, rows).flatten(0, 1)
+            add_product(self.upper.unsqueeze(0), flat.mT.unsqueeze(0))
+
+    def matrix(self) -> Float[Tensor, "size size"]:
+        return mirrored(self.upper)
+
+
+def add_gram(total: Float[Tensor, "k d d"], values: Float[Tensor, "m t k d"]) -> None:
+    """total += upper triangle of the sum over m, t of v v^T, whichever way the values lie in memory."""
+    count, shared, groups, width = values.shape
+    last = values.permute(2, 3, 0, 1)
+    if last.is_contiguous() and not values.is_contiguous():
+        add_product(total, last.flatten(2))  # patches of a convolution: positions are last in memory
+    elif shared > width and not values.is_contiguous():
+        # gradients of a convolution: small products per data point spare a transposing copy
+        last = values.permute(0, 2, 3, 1)
+        total += (last @ last.mT).sum(0)
+    else:
+        add_product(total, values.reshape(count * shared, groups, width).permute(1, 2, 0))
+
+
+def add_product(total: Float[Tensor, "k d d"], last: Float[Tensor, "k d m"]) -> None:
+    """total += upper triangle of v v^T, in bands of rows; the number of bands was measured on two cores."""
+    width, count = last.shape[1:]
+    bands = 4 if width >= 512 else 2 if width >= 192 and count >= 512 else 1
+    edges = [width * i // bands for i in range(bands + 1)]
+    for start, stop in pairwise(edges):
+        total[:, start:stop, start:].baddbmm_(last[:, start:stop], last[:, start:].mT)
+
+
+def mirrored(upper: Float[Tensor, "*k d d"]) -> Float[Tensor, "*k d d"]:
+    """The symmetric matrix of an upper triangle; what is below is ignored."""
+    return torch.triu(upper) + torch.triu(upper, 1).mT
