@@ -119,7 +119,7 @@ def test_kron_runs_and_is_positive_semidefinite(name: str) -> None:
             curvature = estimate.kflr(tangent_of(problem), problem.likelihood, problem.batches, **options)
             dense = curvature.dense()
             torch.testing.assert_close(dense, dense.mT)
-            assert float(torch.linalg.eigvalsh(dense).min()) > -1e-9 * float(dense.abs().max())
+            torch.linalg.cholesky(dense + 1e-9 * dense.abs().max() * torch.eye(len(dense)))
             # a parameter with no influence has no curvature, and the other way round
             assert torch.equal(dense.diagonal() > 1e-14, curvature.diagonal() > 1e-14)
             assert not bool((dense.diagonal()[ggn.diagonal() > 1e-12] <= 0).any())
@@ -158,7 +158,7 @@ def test_asymmetric_same_padding() -> None:
 def coupled(body) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     model = problems.Net(body, a=nn.Linear(3, 4), out=nn.Linear(4, 2)).double().eval()
-    return model, torch.randn(4, 3).double(), torch.tensor([0, 1, 0, 1])
+    return model, torch.randn(4, 3).double().flip(0), torch.tensor([0, 1, 0, 1])
 
 
 COUPLED = {

@@ -46,7 +46,7 @@ def batch_size(x: Any) -> int:
         if tensor.dim() == 0:
             continue
         if tensor.shape[0] == 0:
-            raise DataError("the batch is empty (a tensor has 0 rows); expected at least one data point.")
+            raise DataError("the batch is empty (0 rows); expected at least one data point. Drop it from the loader.")
         return tensor.shape[0]
     raise DataError(
         f"no tensor with a sample axis in an input of type {type(x).__name__}; expected a tensor, a tuple, or a mapping "
@@ -75,7 +75,11 @@ def check_input(x: Any, device: torch.device) -> None:
                 "Move the batch with .to(device), or the model."
             )
         if tensor.is_floating_point() and not all_finite(tensor):
-            raise DataError("the input holds NaN or infinite values; expected finite ones.")
+            where = (~torch.isfinite(tensor)).nonzero()
+            point = f", data point {int(where[0, 0])} of the batch first" if where.shape[1] else ""
+            raise DataError(
+                f"the input holds NaN or infinite values{point}; expected finite ones. Remove or impute them."
+            )
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -91,7 +95,8 @@ def call(model: nn.Module, x: Any) -> Tensor:
     except (RuntimeError, TypeError, IndexError) as error:
         shapes = [f"{tuple(t.shape)} {t.dtype}" for t in tensors(x)]
         raise ModelError(
-            f"the forward pass of {type(model).__name__} failed on an input of {', '.join(shapes)}: {error}"
+            f"the forward pass of {type(model).__name__} failed on an input of {', '.join(shapes)}: {error}; expected "
+            "an input that the model takes. Check its shape, dtype and device by calling model(x)."
         ) from error
     return output_tensor(output)
 

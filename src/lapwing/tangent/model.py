@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lapwing.errors import ModelError
+from lapwing.errors import DataError, ModelError, ParameterError
 from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks
 from lapwing.params import ParamSpace
 from lapwing.tangent.fallback import batched_grad, opaque_rows, pull_back
@@ -47,10 +47,12 @@ class Tangent:
     space: ParamSpace = field(default=None)  # pyright: ignore[reportAssignmentType]
     budget: int = DEFAULT_BUDGET
     _probes: dict[tuple, Probe] = field(default_factory=dict, repr=False)
+    _twice: bool | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.space is None:
             self.space = ParamSpace.of(self.model)
+        check_space(self.space, self.model)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -73,6 +75,12 @@ class Tangent:
         record.opaque.update(found.opaque)
         return Linearisation(self, x, value, record, found)
 
+    def differentiable_twice(self, linearisation: Linearisation) -> bool:
+        """Whether J v may be had from the derivative of J^T u; tried once."""
+        if self._twice is None:
+            self._twice = linearisation.adjoint()
+        return self._twice
+
     def _record(self, x: Any, found: Probe) -> tuple[Tensor, Record]:
         recorder = Recorder(self.space, self.parameters, x, found.dependent)
         with recorder:
@@ -88,6 +96,27 @@ class Tangent:
         if found.settled:
             self._probes[key] = found
         return found, True
+
+
+def check_space(space: ParamSpace, model: nn.Module) -> None:
+    """A space of this model: its names and shapes."""
+    named = dict(model.named_parameters())
+    if space.device.type == "meta":
+        raise ModelError(
+            "the model's parameters lie on meta, which holds no values; expected the device of the data. Use "
+            "model.to_empty(device=...) and load its state."
+        )
+    for name, shape in zip(space.names, space.shapes, strict=True):
+        if name not in named:
+            raise ParameterError(
+                f"the parameter space names '{name}', which {type(model).__name__} does not have; expected some of "
+                f"{list(named)}. Build it with ParamSpace.of(model)."
+            )
+        if named[name].shape != shape:
+            raise ParameterError(
+                f"parameter '{name}' has shape {tuple(named[name].shape)} in the model and {tuple(shape)} in the "
+                "parameter space; expected the same. Build it with ParamSpace.of(model)."
+            )
 
 
 def check_trainable(parameters: dict[str, Tensor]) -> None:
@@ -107,8 +136,8 @@ def check_output(value: Tensor, batch: int) -> None:
         )
     if value.shape[0] != batch:
         raise ModelError(
-            f"the model's output has {value.shape[0]} rows for a batch of {batch} inputs; expected one row per data point, "
-            "samples along axis 0."
+            f"the model's output has {value.shape[0]} rows for a batch of {batch} inputs; expected one row per data "
+            "point, samples along axis 0."
         )
     if not value.requires_grad:
         raise ModelError(
@@ -150,18 +179,32 @@ class Linearisation:
     def mv(self, v: Float[Tensor, " params"]) -> Float[Tensor, "batch *out"]:
         """J v: J^T u is linear in u, and its derivative along v is J v. About two backward passes."""
         self.space.check(v)
-        direction = self.space.unravel(v)
-        try:
-            return self._derivative_along(direction)
-        except RuntimeError:  # an operation on the way that can be differentiated only once: C backward passes instead
+        with torch.inference_mode(False), torch.enable_grad():
+            v = v.clone() if v.is_inference() else v
+            if self.tangent.differentiable_twice(self):
+                return self._derivative_along(v)
             parts = [
                 assemble(self._pull(eye), self.space.total, slice(0, self.batch)) @ self.space.expand(v)
                 for eye in self.identity(self.cotangent_bytes + 8 * self.batch * self.space.total)
             ]
             return torch.cat(parts).mT.reshape(self.output.shape)
 
-    def _derivative_along(self, direction: dict[str, Tensor]) -> Tensor:
-        parameters = self.tangent.parameters
+    def adjoint(self) -> bool:
+        """Whether u . (J v) = (J^T u) . v for one u and v: not where an operation hides its second derivative."""
+        v = torch.cos(torch.arange(self.space.size, dtype=self.space.dtype, device=self.space.device))
+        u = torch.sin(1 + torch.arange(self.output.numel(), dtype=self.space.dtype, device=self.space.device))
+        u = u.reshape(self.output.shape)
+        try:
+            forward = self._derivative_along(v)
+        except RuntimeError:  # an operation on the way says that it can be differentiated only once
+            return False
+        backward = self.rmv(u)
+        eps = torch.finfo(self.output.dtype).eps
+        scale = float((forward * u).abs().sum() + (backward * v).abs().sum())
+        return abs(float((forward * u).sum() - (backward * v).sum())) <= eps**0.5 * scale
+
+    def _derivative_along(self, v: Tensor) -> Tensor:
+        parameters, direction = self.tangent.parameters, self.space.unravel(v)
         with torch.enable_grad():
             u = torch.zeros_like(self.output, requires_grad=True)
             grads = torch.autograd.grad(self.output, list(parameters.values()), u, create_graph=True, allow_unused=True)
@@ -177,6 +220,10 @@ class Linearisation:
 
     def rmv(self, u: Float[Tensor, "batch *out"]) -> Float[Tensor, " params"]:
         """J^T u summed over the batch: one backward pass."""
+        if u.shape != self.output.shape:
+            raise DataError(
+                f"the cotangent has shape {tuple(u.shape)}; expected that of the outputs, {tuple(self.output.shape)}."
+            )
         parameters = self.tangent.parameters
         grads = torch.autograd.grad(
             self.output, list(parameters.values()), u.to(self.output.dtype), retain_graph=True, allow_unused=True

@@ -54,6 +54,7 @@ class Record:
     events: list[Event] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)
     derived: dict[str, str] = field(default_factory=dict)
+    trace: int = 0
 
     @property
     def uses(self) -> list[tuple[int, Use]]:
@@ -69,7 +70,7 @@ class Record:
     @property
     def signature(self) -> tuple:
         """What has to be the same for a probe of one batch to hold for another."""
-        return tuple((e.name, e.dependent, None if e.use is None else e.use.shape) for e in self.events)
+        return (self.trace, *((e.name, e.dependent, None if e.use is None else e.use.shape) for e in self.events))
 
     def seen(self, name: str) -> str:
         """The operations that were seen to use a parameter, for messages."""
@@ -139,6 +140,8 @@ class Recorder(TorchFunctionMode):
             with self, _descend():
                 return func(*args, **kwargs)
         _refuse_train_mode(func, args, kwargs)
+        # the operations, also those on data alone, and their axes and sizes: another batch may take another way
+        self.record.trace = hash((self.record.trace, _name(func), tuple(a for a in args if type(a) in (int, str))))
         given = list(_flat((args, kwargs)))
         read = [t for t in given if id(t) in self._sources]
         data = any(self._is_data(t) for t in given)
@@ -174,11 +177,11 @@ class Recorder(TorchFunctionMode):
         if dependent or not target.requires_grad:
             self._sources.pop(id(target), None)
             self._mark(target)
-            for missed in names if target.requires_grad else ():
+            for missed in sorted(names) if target.requires_grad else ():
                 self.record.opaque.setdefault(missed, name)
         else:
             self._register(target, Derived(names, get_gradient_edge(target), target.shape, target.dtype))
-            for derived in names:
+            for derived in sorted(names):
                 self.record.derived.setdefault(derived, name)
         kept = self._snapshot(target.detach()) if self._snapshot is not None else None
         self.record.events.append(Event(name, kept, None, dependent))
@@ -204,14 +207,14 @@ class Recorder(TorchFunctionMode):
 
     def _use(self, func, args, kwargs, out, read: list[Tensor], name: str) -> Use | None:
         use = None
-        if isinstance(out, Tensor) and func in RULES:
+        if isinstance(out, Tensor) and func in RULES and not out.is_complex():
             use = RULES[func](Call(func, args, kwargs, out, self.source))
         names = self._names(read)
         if use is not None:
             use.shape, use.edge = out.shape, get_gradient_edge(out)
             covered = frozenset().union(*(source.names for source in use.sources))
             names -= covered
-        for missed in names:
+        for missed in sorted(names):
             self.record.opaque.setdefault(missed, name)
         return use
 
@@ -224,7 +227,7 @@ class Recorder(TorchFunctionMode):
             if source is None:
                 names = self._names(read)
                 source = Derived(names, get_gradient_edge(out), out.shape, out.dtype)
-                for derived in names:
+                for derived in sorted(names):
                     self.record.derived.setdefault(derived, name)
             self._register(out, source)
 
@@ -272,9 +275,12 @@ def _refuse_train_mode(func, args, kwargs) -> None:
         names = ("input", "running_mean", "running_var", "weight", "bias", "training")
         bound = dict(zip(names, args, strict=False)) | kwargs
         if bound.get("training", False):
+            remedy = "Call model.eval() first."
+            if bound.get("running_mean") is None:
+                remedy = "Build the layer with track_running_stats=True, and let it see data in train mode."
             raise ModelError(
-                "batch_norm runs in train mode, which couples the samples of a batch; expected running statistics. Call "
-                "model.eval() first (BatchNorm without running statistics cannot be linearised per sample)."
+                "batch_norm normalises by the batch, as in train mode, which couples its samples; expected running "
+                f"statistics. {remedy}"
             )
     elif func in _DROPOUT:
         bound = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs

@@ -142,7 +142,11 @@ def product(call: Call, a: Tensor, b: Tensor, name: str, bias: Tensor | None = N
 
 @rule(*methods("matmul", "mm", "bmm", "mv", "__matmul__", "__rmatmul__"), torch.linalg.matmul)
 def matmul(call: Call) -> Use | None:
-    a, b = [*call.args, *call.kwargs.values()][:2]
+    operands = dict(enumerate(call.args)) | call.kwargs
+    a = operands.get(0, operands.get("input"))
+    b = next((operands[key] for key in (1, "other", "mat2", "vec", "tensor2") if key in operands), None)
+    if a is None or b is None:
+        return None
     if getattr(call.function, "__name__", "") == "__rmatmul__":
         a, b = b, a
     return product(call, a, b, "matmul")
@@ -296,7 +300,7 @@ def channel_norm(call: Call) -> Use | None:
 
 @rule(*methods("prelu"), F.prelu)
 def prelu(call: Call) -> Use | None:
-    x, weight = [*call.args, *call.kwargs.values()][:2]
+    x, weight = call.bind("input", "weight")
     source = call.source(weight)
     if source is None or call.source(x) is not None:
         return None
