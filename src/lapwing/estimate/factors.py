@@ -122,6 +122,7 @@ class Matrix(Accumulator):
             add_gram(sums.grads, piece.left.flatten(0, 1).unsqueeze(2))
             if first:
                 tokens = piece.index.flatten()
+                tokens = tokens if piece.padding is None else tokens[tokens != piece.padding]
                 sums.inputs[0].index_add_(0, tokens, torch.ones_like(tokens, dtype=sums.inputs.dtype))
                 sums.count += len(tokens)
 

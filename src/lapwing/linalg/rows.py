@@ -178,11 +178,15 @@ class OuterRows:
 
 @dataclass(frozen=True)
 class LookupRows:
-    """row[r,n] = sum_t onehot(index[n,t]) (x) left[r,n,t] in the table [V, E] of `layout` (groups = 1)."""
+    """row[r,n] = sum_t onehot(index[n,t]) (x) left[r,n,t] in the table [V, E] of `layout` (groups = 1).
+
+    Positions with the index `padding` do not use the table; their `left` is zero.
+    """
 
     layout: MatrixLayout
     left: Float[Tensor, "r n t features"]
     index: Int[Tensor, "n t"]
+    padding: int | None = None
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -188,7 +188,7 @@ class Lookup(Use):
             left = left * (index != self.padding).unsqueeze(-1)
         layout = MatrixLayout(0, self.table, (0, 1), 1, *self.table)
         if isinstance(self.weight, Alias) and self.weight.in_order:
-            return [LookupRows(replace(layout, start=self.weight.start), left, index)]
+            return [LookupRows(replace(layout, start=self.weight.start), left, index, self.padding)]
         dense = left.new_zeros(*left.shape[:2], prod(self.table))
         LookupRows(layout, left, index).add_to(dense, slice(0, left.shape[1]))
         return spread(self.weight, dense, pull)
