@@ -1,7 +1,7 @@
 """Tangent: a network and its Jacobian at a batch of inputs, as a linear map that is never spelled out unless asked.
 
 at(x)      one recorded forward pass
-.mv(v)     J v          [B, *out]     forward mode
+.mv(v)     J v          [B, *out]     two backward passes
 .rmv(u)    J^T u        [P]           one backward pass
 .pull(V)   V^T J        R backward passes, in factored form per layer
 .rows()    J            [B, C, P]
@@ -18,6 +18,7 @@ tensor([[1., 2.],
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -64,13 +65,10 @@ class Tangent:
         with torch.inference_mode(False):
             x = map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
             check_input(x, self.space.device)
-            check_trainable(self.parameters)
+            parameters = self.parameters
+            check_trainable(parameters)
             with unchanged(self.model), plain_attention(), torch.enable_grad():
-                found, fresh = self._probe(x)
-                value, record = self._record(x, found)
-                if record.signature != found.signature and not fresh:  # the model does something else with this data
-                    found, _ = self._probe(x, again=True)
-                    value, record = self._record(x, found)
+                value, record, found = self._recorded(x, parameters)
         check_output(value, batch_size(x))
         record.opaque.update(found.opaque)
         return Linearisation(self, x, value, record, found)
@@ -81,21 +79,49 @@ class Tangent:
             self._twice = linearisation.adjoint()
         return self._twice
 
-    def _record(self, x: Any, found: Probe) -> tuple[Tensor, Record]:
-        recorder = Recorder(self.space, self.parameters, x, found.dependent)
+    def _recorded(self, x: Any, parameters: dict[str, Tensor]) -> tuple[Tensor, Record, Probe]:
+        """A forward pass, its record, and the probe that tells its samples apart."""
+        key = self._key(x)
+        found = self._probes.get(key)
+        if found is not None:
+            value, record = self._record(x, parameters, found)
+            if record.signature == found.signature:
+                return value, record, found
+        elif batch_size(x) > FEW_SAMPLES:
+            with suppress(ModelError):  # a model made for one batch size; other errors come again below
+                few = self._probe(take(x, slice(0, FEW_SAMPLES)), parameters)
+                value, record = self._record(x, parameters, few)
+                carried = few.carried_over(record, batch_size(x)) if few.settled else None
+                if carried is not None:
+                    self._probes[key] = carried
+                    return value, record, carried
+        # a new shape of few samples, or the model does something else with this data
+        found = probe(self.model, self.space, parameters, x)
+        if found.settled:
+            self._probes[key] = found
+        return *self._record(x, parameters, found), found
+
+    def _probe(self, x: Any, parameters: dict[str, Tensor]) -> Probe:
+        key = self._key(x)
+        if key not in self._probes:
+            found = probe(self.model, self.space, parameters, x)
+            if not found.settled:
+                return found
+            self._probes[key] = found
+        return self._probes[key]
+
+    def _key(self, x: Any) -> tuple:
+        return shape_key(x), tuple(module.training for module in self.model.modules())
+
+    def _record(self, x: Any, parameters: dict[str, Tensor], found: Probe) -> tuple[Tensor, Record]:
+        recorder = Recorder(self.space, parameters, x, found.dependent)
         with recorder:
             value = call(self.model, x)
         return value, recorder.record
 
-    def _probe(self, x: Any, again: bool = False) -> tuple[Probe, bool]:
-        """What is known of inputs of this shape, and whether it was found just now."""
-        key = (shape_key(x), tuple(m.training for m in self.model.modules()))
-        if key in self._probes and not again:
-            return self._probes[key], False
-        found = probe(self.model, self.space, self.parameters, x)
-        if found.settled:
-            self._probes[key] = found
-        return found, True
+
+FEW_SAMPLES = 5
+"""How many samples a probe looks at; a prime, so that it is seldom the size of something else."""
 
 
 def check_space(space: ParamSpace, model: nn.Module) -> None:

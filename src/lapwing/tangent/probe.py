@@ -6,7 +6,8 @@
 - The rows of one sample, built from the record, must be autograd's own gradient. A parameter for which they are not was
   used where the recorder does not see it (inside a custom autograd function, say) and is left to the slow path.
 
-About two forward and one backward pass per new input shape; the result is kept by the `Tangent`.
+A few forward and backward passes on a few samples; the result is kept by the `Tangent` and carried over to larger
+batches.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Probe:
     """For inputs of one shape: the sample axis of each use (by event number), and events that depend on the data.
 
     `opaque` names parameters that the record does not explain, with the operation; `settled` is False when the data
-    left something open, so that the next batch is probed again.
+    left something open, so that the next batch is probed again. `operations` and `sizes` (of the positions of each use)
+    say what was seen, so that a probe of a few samples can be carried over to many.
     """
 
     axes: dict[int, SampleAxis] = field(default_factory=dict)
@@ -42,6 +44,24 @@ class Probe:
     opaque: dict[str, str] = field(default_factory=dict)
     signature: tuple = ()
     settled: bool = True
+    operations: tuple[str, ...] = ()
+    sizes: dict[int, list[int]] = field(default_factory=dict)
+
+    def carried_over(self, record: Record, batch: int) -> Probe | None:
+        """This probe for the record of another batch size, or None if not just the sample axes have grown."""
+        if self.operations != tuple(event.name for event in record.events):
+            return None
+        axes = {}
+        for number, axis in self.axes.items():
+            use = record.events[number].use
+            if use is None:
+                return None
+            sizes = [size for place, size in enumerate(self.sizes[number]) if place != axis.axis]
+            now = _position_sizes(use)
+            if now.pop(axis.axis) != axis.outer * batch * axis.inner or now != sizes:
+                return None
+            axes[number] = SampleAxis(axis.axis, axis.outer, batch, axis.inner)
+        return Probe(axes, self.dependent, self.opaque, record.signature)
 
 
 def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x: Any) -> Probe:
@@ -101,7 +121,9 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
     base.opaque.update(opaque)
     opaque |= _unexplained(space, parameters, base, axes, value, middle)
     settled = all(len(found) < 2 for found in open_axes.values())
-    return Probe(axes, dependent, opaque, base.signature, settled)
+    sizes = {number: _position_sizes(use) for number, use in base.uses}
+    operations = tuple(event.name for event in base.events)
+    return Probe(axes, dependent, opaque, base.signature, settled, operations, sizes)
 
 
 # -- sample axes ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""A probe of a few samples holds for many: every architecture of the zoo, on batches larger than the probe looks at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import oracle
+import problems
+from lapwing.tangent import Tangent
+from lapwing.tangent import model as tangent_model
+from lapwing.tangent.inputs import map_tensors, take
+
+
+def enlarged(x, batch: int):
+    """Data points repeated, and floating-point ones moved a little, until there are `batch`."""
+    size = oracle.size(x)
+
+    def grow(t: Tensor) -> Tensor:
+        if not t.dim() or t.shape[0] != size:
+            return t
+        many = torch.cat([t] * (batch // size + 1))[:batch]
+        generator = torch.Generator().manual_seed(1)
+        noise = 0.1 * torch.randn(many.shape, generator=generator, dtype=torch.float64)
+        return many + noise.to(t.dtype) if t.is_floating_point() else many
+
+    return map_tensors(grow, x)
+
+
+@pytest.mark.parametrize("name", [n for n in problems.NAMES if problems._OPTIONS[n].get("select") is None])
+def test_rows_of_a_large_batch(name: str) -> None:
+    problem = problems.build(name)
+    x = enlarged(problem.x, 13)
+    try:
+        problems.call_detached(problem.model, x)
+    except RuntimeError as error:
+        pytest.skip(f"made for one batch size: {error}")
+    tangent = Tangent(problem.model)
+    found = tangent.at(x).rows()
+    expected = oracle.jacobian(problem.model, x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12 * float(expected.abs().max()))
+    again = tangent.at(take(x, slice(0, 9))).rows()  # the probe of few samples serves another size too
+    torch.testing.assert_close(again, expected[:9], rtol=1e-9, atol=1e-12 * float(expected.abs().max()))
+
+
+def test_a_probe_of_few_samples_is_made_once_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    probe = tangent_model.probe
+    monkeypatch.setattr(tangent_model, "probe", lambda *args: calls.append(oracle.size(args[3])) or probe(*args))
+    tangent = Tangent(nn.Linear(2, 3))
+    for batch in (50, 50, 20, 7):
+        tangent.at(torch.randn(batch, 2))
+    assert calls == [5]
+
+
+def test_a_model_made_for_one_batch_size_is_probed_as_a_whole() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.reshape(8, 2)).reshape(8, 3)
+
+    model, x = Fixed(), torch.randn(8, 2)
+    rows = Tangent(model).at(x).rows()
+    torch.testing.assert_close(rows[:, 0, :2], x)
