@@ -1,4 +1,4 @@
-"""Settings of the whole suite: two threads, and no state that one test leaves to the next.
+"""Settings of the whole suite: one thread, and no state that one test leaves to the next.
 
 Shapes are checked because `pyproject.toml` passes `--jaxtyping-packages`, which instruments `lapwing` before this
 file is read. Randomness that a test is about arrives as a `torch.Generator` with its seed in the test; the global
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tensors of a few entries: on two busy cores, two threads took four times as long
 
 
 @pytest.fixture
