@@ -108,8 +108,8 @@ def _check_structured(linearisation: Linearisation, dense_limit: int) -> None:
             raise UnsupportedOperationError(
                 f"parameter '{name}' is used by '{record.opaque[name]}', for which there is no Kronecker rule; "
                 "expected linear, matmul, einsum, convolution, normalisation, embedding or elementwise operations. Use "
-                "a full or diagonal structure, leave the parameter out (requires_grad=False or a smaller ParamSpace), or "
-                "add a rule (docs/extending.md)."
+                "a full or diagonal structure, leave the parameter out (requires_grad=False or a smaller ParamSpace), "
+                "or add a rule (docs/extending.md)."
             )
         entries = space.shape(name).numel()
         if name in record.derived and entries > dense_limit:
@@ -180,8 +180,8 @@ def _accumulator(
         return DiagonalVector(segments, zeros, tangent.budget)
     raise UnsupportedOperationError(
         f"parameter '{_name(segments, tangent.space)}' is used by operations of different kinds, so that its curvature "
-        f"is no Kronecker product, and its {segments.size} entries exceed the limit of {options.dense_limit} for a dense "
-        "block. Raise dense_limit, or use a full or diagonal structure."
+        f"is no Kronecker product, and its {segments.size} entries exceed the limit of {options.dense_limit} for a "
+        "dense block. Raise dense_limit, or use a full or diagonal structure."
     )
 
 

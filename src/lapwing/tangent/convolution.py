@@ -74,7 +74,7 @@ def transposed_patches(
     dilation: int | Sequence[int],
     ones: bool,
 ) -> Tensor:
-    """As `patches`, for a transposed convolution: position p meets x[q] through kernel offset p + padding - q stride."""
+    """As `patches`, for a transposed convolution: position p meets x[q] at kernel offset p + padding - q stride."""
     dims = len(kernel)
     stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
     padding, output_padding = as_tuple(padding, dims), as_tuple(output_padding, dims)

@@ -49,8 +49,8 @@ def batch_size(x: Any) -> int:
             raise DataError("the batch is empty (0 rows); expected at least one data point. Drop it from the loader.")
         return tensor.shape[0]
     raise DataError(
-        f"no tensor with a sample axis in an input of type {type(x).__name__}; expected a tensor, a tuple, or a mapping "
-        "of tensors with samples along axis 0."
+        f"no tensor with a sample axis in an input of type {type(x).__name__}; expected a tensor, a tuple, or a "
+        "mapping of tensors with samples along axis 0."
     )
 
 

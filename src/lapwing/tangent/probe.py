@@ -84,6 +84,7 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
     # events that depend on the data although nothing that went in was known to: found one round at a time
     dependent: frozenset[int] = frozenset()
     changed = changed_sample(x, middle)
+    other, other_value = base, value
     while changed is not None:
         other, other_value = run(changed, dependent)
         hidden = _changed_events(base, other) - dependent - {n for n, e in enumerate(base.events) if e.dependent}

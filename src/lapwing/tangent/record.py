@@ -34,6 +34,7 @@ _DROPOUT = frozenset(
     getattr(F, name)
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 ) | {torch.dropout}
+_ASKS_FOR_MODES = "has_torch_function"
 _RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 
 
@@ -160,7 +161,7 @@ class Recorder(TorchFunctionMode):
         with _differentiable_twice(func):
             out = func(*args, **kwargs)
         written = target is not None and target._version != version
-        if written and (out is not target or id(target) in self._sources):
+        if target is not None and written and (out is not target or id(target) in self._sources):
             self._write(func, target, names, data)
         else:
             self._note(func, before, kwargs, out, read, data)
@@ -329,9 +330,9 @@ def _differentiable_twice(func: Callable) -> Iterator[None]:
 @contextmanager
 def _descend() -> Iterator[None]:
     """Lets the body of a composite function run with the mode active, instead of handing it the call once more."""
-    before = F.has_torch_function
-    F.has_torch_function = lambda *_: False
+    before = getattr(F, _ASKS_FOR_MODES)
+    setattr(F, _ASKS_FOR_MODES, lambda *_: False)
     try:
         yield
     finally:
-        F.has_torch_function = before
+        setattr(F, _ASKS_FOR_MODES, before)

@@ -71,7 +71,7 @@ def view_alias(out: Tensor, parameter: Tensor, whole: Alias) -> Alias | None:
         return None
     if out.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
         return None
-    offset = out.storage_offset() - parameter.storage_offset()
+    offset = int(out.storage_offset()) - int(parameter.storage_offset())
     if offset < 0 or offset + out.numel() > parameter.numel():
         return None
     if out.is_contiguous():

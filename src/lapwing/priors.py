@@ -1,0 +1,151 @@
+"""Priors: a Gaussian over the weights, with one precision for all, per layer, per tensor, per group, or per entry.
+
+    p(theta) = prod_i N(theta_i | mean_i, 1 / precision[group(i)])
+
+One class serves them all: a group number for every entry and a precision for every group. Memory O(P) for the group
+numbers, nothing for the isotropic prior. Everything is differentiable in the precisions.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from lapwing.params import ParamSpace
+    >>> space = ParamSpace.of(nn.Linear(2, 1))
+    >>> prior = Prior.per_tensor(space, [4.0, 1.0])
+    >>> prior.precision()
+    tensor([4., 4., 1.])
+    >>> prior.logdet().exp()                                  # 4 * 4 * 1
+    tensor(16.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log, pi
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lapwing.errors import ParameterError
+from lapwing.params import ParamSpace
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """Independent Gaussians; `groups` maps entries to `precisions`, None means that all entries share one."""
+
+    size: int
+    precisions: Float[Tensor, " groups"]
+    groups: Int[Tensor, " size"] | None = None
+    mean: Float[Tensor, ""] | Float[Tensor, " size"] | float = 0.0
+    structure: str = "isotropic"
+
+    @staticmethod
+    def isotropic(space: ParamSpace, precision: float | Tensor = 1.0, mean: float | Tensor = 0.0) -> Prior:
+        return Prior(space.size, _precisions(precision, 1, space), None, _mean(mean, space), "isotropic")
+
+    @staticmethod
+    def layerwise(
+        space: ParamSpace, precision: float | Sequence[float] | Tensor = 1.0, mean: float | Tensor = 0.0
+    ) -> Prior:
+        """One precision per module, in the order of `space.layers`."""
+        return Prior._grouped(space, space.groups("layer"), precision, mean, "layerwise")
+
+    @staticmethod
+    def per_tensor(
+        space: ParamSpace, precision: float | Sequence[float] | Tensor = 1.0, mean: float | Tensor = 0.0
+    ) -> Prior:
+        """One precision per parameter tensor, in the order of `space.names`."""
+        return Prior._grouped(space, space.groups("tensor"), precision, mean, "per_tensor")
+
+    @staticmethod
+    def grouped(
+        space: ParamSpace,
+        groups: Int[Tensor, " size"],
+        precision: float | Sequence[float] | Tensor = 1.0,
+        mean: float | Tensor = 0.0,
+    ) -> Prior:
+        """One precision per group; `groups` numbers them 0, 1, ... for every entry."""
+        if groups.shape != (space.size,) or groups.dtype.is_floating_point or int(groups.min()) < 0:
+            raise ParameterError(
+                f"groups has shape {tuple(groups.shape)} and dtype {groups.dtype}; expected {space.size} group numbers "
+                ">= 0, one per entry."
+            )
+        return Prior._grouped(space, groups, precision, mean, "grouped")
+
+    @staticmethod
+    def diagonal(
+        space: ParamSpace, precision: float | Sequence[float] | Tensor = 1.0, mean: float | Tensor = 0.0
+    ) -> Prior:
+        """One precision per entry."""
+        return Prior._grouped(space, torch.arange(space.size, device=space.device), precision, mean, "diagonal")
+
+    @staticmethod
+    def _grouped(space: ParamSpace, groups: Tensor, precision: object, mean: float | Tensor, structure: str) -> Prior:
+        count = int(groups.max()) + 1
+        return Prior(space.size, _precisions(precision, count, space), groups, _mean(mean, space), structure)
+
+    def precision(self) -> Float[Tensor, ""] | Float[Tensor, " size"]:
+        """What `Curvature.with_prior` takes: a scalar for the isotropic prior, else one number per entry."""
+        return self.precisions[0] if self.groups is None else self.precisions[self.groups]
+
+    def with_precisions(self, precisions: Tensor) -> Prior:
+        """The same prior with other precisions, as tuning makes them: [groups], or one for all."""
+        if precisions.numel() == 1:
+            precisions = precisions.reshape(1).expand(len(self.precisions))
+        if precisions.shape != self.precisions.shape:
+            raise ParameterError(
+                f"{precisions.numel()} precisions for a {self.structure} prior; expected 1 or {len(self.precisions)}."
+            )
+        return replace(self, precisions=precisions)
+
+    def entries(self) -> Float[Tensor, " groups"]:
+        """Number of entries of each group."""
+        if self.groups is None:
+            return self.precisions.new_full((1,), self.size)
+        return torch.bincount(self.groups, minlength=len(self.precisions)).to(self.precisions)
+
+    def sums(self, values: Float[Tensor, " size"]) -> Float[Tensor, " groups"]:
+        """Sum of a flat vector over each group."""
+        if self.groups is None:
+            return values.sum().unsqueeze(0)
+        return values.new_zeros(len(self.precisions)).index_add(0, self.groups, values)
+
+    def scatter(self, theta: Float[Tensor, " size"]) -> Float[Tensor, ""]:
+        """(theta - mean)^T diag(precision) (theta - mean)."""
+        return (self.sums((theta - self.mean).square()) * self.precisions).sum()
+
+    def logdet(self) -> Float[Tensor, ""]:
+        """log det diag(precision)."""
+        return (self.entries() * self.precisions.log()).sum()
+
+    def log_prob(self, theta: Float[Tensor, " size"]) -> Float[Tensor, ""]:
+        """log p(theta), every constant included."""
+        return (self.logdet() - self.scatter(theta) - self.size * log(2 * pi)) / 2
+
+
+def _precisions(precision: object, count: int, space: ParamSpace) -> Tensor:
+    values = torch.as_tensor(precision, dtype=space.dtype, device=space.device)
+    if values.dim() > 1:
+        raise ParameterError(f"prior precision has shape {tuple(values.shape)}; expected a number or a vector.")
+    values = values.reshape(-1)
+    if len(values) not in (1, count):
+        raise ParameterError(f"{len(values)} prior precisions; expected 1, or {count} (one per group).")
+    if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
+        raise ParameterError(
+            f"prior precision {values.tolist()[:5]} is negative, NaN or infinite; expected numbers >= 0."
+        )
+    return values if len(values) == count else values.expand(count)
+
+
+def _mean(mean: float | Tensor, space: ParamSpace) -> Tensor:
+    values = torch.as_tensor(mean, dtype=space.dtype, device=space.device)
+    if values.numel() == 1:
+        values = values.reshape(())
+    elif values.shape != (space.size,):
+        raise ParameterError(
+            f"prior mean has shape {tuple(values.shape)}; expected a number or {space.size} (= P) entries."
+        )
+    if not bool(torch.isfinite(values).all()):
+        raise ParameterError("prior mean holds NaN or infinite values; expected finite ones.")
+    return values
