@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import grad, jacrev
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -64,7 +65,7 @@ def jacobian(model: nn.Module, x: Any) -> Tensor:
 
 
 def output_hessian(likelihood, f: Tensor, y: Tensor, kind: str = "ggn") -> Tensor:
-    """[B, C, C] over all outputs of a data point, positions included: brute force for "hessian", else from the likelihood.
+    """[B, C, C] over all outputs of a data point, positions included.
 
     kind: "ggn" (the likelihood's PSD Hessian), "fisher", "hessian" (exact, by autograd).
     """
@@ -111,5 +112,6 @@ def empirical(model: nn.Module, likelihood, x: Any, y: Tensor) -> Tensor:
 def hessian(model: nn.Module, likelihood, x: Any, y: Tensor) -> Tensor:
     """Second derivatives of the summed negative log-likelihood, [P, P], one row at a time."""
     params = list(parameters(model).values())
-    gradient = flat_gradient(-likelihood.log_prob(forward(model, x), y).sum(), params, create_graph=True)
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of attention have no second derivative
+        gradient = flat_gradient(-likelihood.log_prob(forward(model, x), y).sum(), params, create_graph=True)
     return torch.stack([flat_gradient(entry, params) for entry in gradient])

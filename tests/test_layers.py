@@ -96,10 +96,10 @@ def test_batches_of_one_two_and_duplicates(name: str) -> None:
     jac, _ = truth(problem)
     tangent = tangent_of(problem)
     with unchanged(problem.model):
-        for index in ([0], [1], [0, 1], [1, 1], [2, 1, 1]):
-            x = pick(problem.x, torch.tensor(index))
-            close(Tangent(problem.model, problem.space).at(x).rows(), jac[index])
-            close(tangent.at(x).rows(), jac[index])
+        for index in ([0], [1, 1]):
+            close(Tangent(problem.model, problem.space).at(pick(problem.x, torch.tensor(index))).rows(), jac[index])
+        for index in ([2, 1, 1], [0, 2, 1], [1, 0]):
+            close(tangent.at(pick(problem.x, torch.tensor(index))).rows(), jac[index])
 
 
 def pick(x, index: Tensor):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import DataError, ModelError
+from lapwing.errors import DataError, LapwingError, ModelError
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
@@ -92,7 +92,9 @@ def call(model: nn.Module, x: Any) -> Tensor:
     args, kwargs = _arguments(model, x)
     try:
         output = model(*args, **kwargs)
-    except (RuntimeError, TypeError, IndexError) as error:
+    except LapwingError:
+        raise
+    except (RuntimeError, TypeError, IndexError, ValueError, AssertionError) as error:
         shapes = [f"{tuple(t.shape)} {t.dtype}" for t in tensors(x)]
         raise ModelError(
             f"the forward pass of {type(model).__name__} failed on an input of {', '.join(shapes)}: {error}; expected "

@@ -1,0 +1,409 @@
+"""What every estimator owes: sums over data that any split leaves alone, draws that a seed repeats, known limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import oracle
+import problems
+from lapwing import estimate
+from lapwing.errors import DataError, LapwingError, ParameterError
+from lapwing.estimate.cotangents import empirical as observed
+from lapwing.likelihoods import (
+    Bernoulli,
+    BernoulliMixture,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    from_function,
+)
+from lapwing.linalg import Curvature
+from lapwing.tangent import Tangent
+from unchanged import unchanged
+
+ESTIMATORS: dict[str, Callable[..., Curvature]] = {
+    "full": estimate.full,
+    "diagonal": estimate.diagonal,
+    "blocks": estimate.blocks,
+    "blocks by tensor": lambda *args, **options: estimate.blocks(*args, by="tensor", **options),
+    "full, fisher": lambda *args, **options: estimate.full(*args, cotangents=estimate.fisher, **options),
+    "kflr": estimate.kflr,
+    "kflr, reduce": lambda *args, **options: estimate.kflr(*args, sharing="reduce", **options),
+    "kflr, separate bias": lambda *args, **options: estimate.kflr(*args, joint_bias=False, **options),
+    "kflr, small limit": lambda *args, **options: estimate.kflr(*args, dense_limit=2, **options),
+    "empirical full": estimate.empirical,
+    "empirical diagonal": lambda *args, **options: estimate.empirical(*args, structure="diagonal", **options),
+    "empirical blocks": lambda *args, **options: estimate.empirical(*args, structure="blocks", **options),
+    "empirical kron": lambda *args, **options: estimate.empirical(*args, structure="kron", **options),
+    "hessian": estimate.hessian,
+    "hessian diagonal": lambda *args, **options: estimate.hessian(*args, structure="diagonal", **options),
+    "hessian blocks": lambda *args, **options: estimate.hessian(*args, structure="blocks", **options),
+}
+MONTE_CARLO: dict[str, Callable[..., Curvature]] = {
+    "kfac": estimate.kfac,
+    "kfac, three draws": lambda *args, **options: estimate.kfac(*args, samples=3, **options),
+    "full": lambda *args, **options: estimate.full(*args, cotangents=estimate.monte_carlo(2), **options),
+    "diagonal": lambda *args, **options: estimate.diagonal(*args, cotangents=estimate.monte_carlo(2), **options),
+    "blocks": lambda *args, **options: estimate.blocks(*args, cotangents=estimate.monte_carlo(2), **options),
+}
+SPLIT = [
+    "mlp",
+    "conv2d_grouped",
+    "batch_norm1d",
+    "sequence_categorical",
+    "image_gaussian",
+    "tied_embedding",
+    "mha_time_first",
+]
+
+
+def close(found: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
+    scale = float(expected.abs().max() + 1e-30)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * 1e-3 * scale)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def parts(x, y: Tensor, sizes: list[int]) -> list[tuple]:
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+# -- sums -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_any_split_of_the_data_gives_the_same_curvature(kind: str, name: str) -> None:
+    problem = problems.build(name)
+    if kind.startswith("hessian") and name not in ("mlp", "tied_embedding"):
+        pytest.skip("P backward passes per batch, and the same sum for every architecture")
+    estimator, x, y = ESTIMATORS[kind], problem.x, problem.y
+    whole = estimator(Tangent(problem.model), problem.likelihood, [(x, y)])
+    n = len(x)
+    for sizes in ([1] * n, [1, n - 1], [2, n - 2]):
+        split = estimator(Tangent(problem.model), problem.likelihood, parts(x, y, sizes))
+        close(split.dense(), whole.dense(), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv2d_grouped", "tied_embedding"])
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_halves_add_and_scalars_multiply(kind: str, name: str) -> None:
+    problem = problems.build(name)
+    tangent, estimator = Tangent(problem.model), ESTIMATORS[kind]
+    first, second = (
+        estimator(tangent, problem.likelihood, [batch])
+        for batch in parts(problem.x, problem.y, [2, len(problem.x) - 2])
+    )
+    whole = estimator(tangent, problem.likelihood, problem.batches)
+    close((first + second).dense(), whole.dense(), rtol=1e-10)
+    close((second + first).diagonal(), whole.diagonal(), rtol=1e-10)
+    close((whole * 2.5).dense(), 2.5 * whole.dense(), rtol=1e-12)
+    close((0.5 * whole).diagonal(), 0.5 * whole.diagonal(), rtol=1e-12)
+    v = torch.randn(whole.size, dtype=torch.float64)
+    close(whole.mv(v), whole.dense() @ v)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_a_tiny_budget_changes_nothing(kind: str) -> None:
+    for name in ("mlp", "sequence_categorical", "conv2d", "tied_embedding", "weight_norm", "lstm"):
+        if (name == "lstm" and ("kflr" in kind or "kron" in kind)) or (name, kind) == (
+            "weight_norm",
+            "kflr, small limit",
+        ):
+            continue  # refused
+        problem = problems.build(name)
+        whole = ESTIMATORS[kind](Tangent(problem.model), problem.likelihood, problem.batches)
+        for budget in (1, 2000):
+            small = ESTIMATORS[kind](Tangent(problem.model, budget=budget), problem.likelihood, problem.batches)
+            close(small.dense(), whole.dense(), rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", MONTE_CARLO)
+def test_a_tiny_budget_does_not_change_the_draws(kind: str) -> None:
+    problem = problems.build("sequence_categorical")
+    whole, small = (
+        MONTE_CARLO[kind](
+            Tangent(problem.model, budget=budget), problem.likelihood, problem.batches, generator=seeded(3)
+        )
+        for budget in (2**28, 1)
+    )
+    close(small.dense(), whole.dense(), rtol=1e-10)
+
+
+def test_batches_may_be_any_iterable() -> None:
+    problem = problems.build("mlp")
+    expected = estimate.full(Tangent(problem.model), problem.likelihood, problem.batches).dense()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(problem.x, problem.y), batch_size=2)
+    close(estimate.full(Tangent(problem.model), problem.likelihood, loader).dense(), expected)
+    generator = (batch for batch in problem.batches)
+    close(estimate.full(Tangent(problem.model), problem.likelihood, generator).dense(), expected)
+
+
+# -- randomness -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MONTE_CARLO)
+def test_a_seed_repeats_and_no_seed_differs(kind: str) -> None:
+    problem = problems.build("mlp")
+    args = Tangent(problem.model), problem.likelihood, problem.batches
+    run = MONTE_CARLO[kind]
+    assert torch.equal(run(*args, generator=seeded(1)).dense(), run(*args, generator=seeded(1)).dense())
+    assert not torch.equal(run(*args, generator=seeded(1)).dense(), run(*args, generator=seeded(2)).dense())
+    assert not torch.equal(run(*args).dense(), run(*args).dense())
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_exact_estimators_draw_nothing(kind: str) -> None:
+    problem = problems.build("mlp")
+    before = torch.random.get_rng_state()
+    first = ESTIMATORS[kind](Tangent(problem.model), problem.likelihood, problem.batches).dense()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(ESTIMATORS[kind](Tangent(problem.model), problem.likelihood, problem.batches).dense(), first)
+
+
+def test_a_generator_leaves_the_global_one_alone() -> None:
+    problem = problems.build("mlp")
+    before = torch.random.get_rng_state()
+    estimate.kfac(Tangent(problem.model), problem.likelihood, problem.batches, samples=3, generator=seeded(0))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_every_data_point_and_batch_has_fresh_draws() -> None:
+    """Forty copies of one point: the Monte-Carlo factor has the full rank of the Fisher, in one batch and in many."""
+    model = nn.Linear(1, 3, bias=False).double()
+    x, y = torch.ones(40, 1).double(), torch.zeros(40, dtype=torch.long)
+    for batches in ([(x, y)], parts(x, y, [1] * 40), parts(x, y, [8] * 5)):
+        full = estimate.full(
+            Tangent(model), Categorical(), batches, cotangents=estimate.monte_carlo(1), generator=seeded(0)
+        )
+        assert int(torch.linalg.matrix_rank(full.dense(), rtol=1e-6)) == 2
+        rows = estimate.kfac(Tangent(model), Categorical(), batches, generator=seeded(0)).dense()
+        assert int(torch.linalg.matrix_rank(rows, rtol=1e-6)) == 2
+
+
+def errors_of_means(draws: Callable[[int, torch.Generator], Tensor], exact: Tensor, counts: tuple[int, int]) -> None:
+    """|mean - exact| within four standard errors at each count, with standard errors that fall as 1 / sqrt(count)."""
+    spread = []
+    for count in counts:
+        runs = torch.stack([draws(count, seeded(100 * count + seed)) for seed in range(40)])
+        deviation = runs.std(0)
+        spread.append(float(deviation.norm()))
+        off = (runs.mean(0) - exact).abs() / (deviation / 40**0.5).clamp_min(1e-12 * float(exact.abs().max()))
+        assert float(off[deviation > 1e-9 * deviation.max()].max()) < 4.5  # four, and room for 500 entries at once
+    # each norm is estimated from 40 runs: relative standard error about 1 / sqrt(80), so four of the ratio's are 0.63
+    ratio = spread[0] / spread[1]
+    expected = (counts[1] / counts[0]) ** 0.5
+    assert abs(ratio / expected - 1) < 4 * (2 / 80) ** 0.5
+
+
+def test_monte_carlo_fisher_is_unbiased_and_its_error_falls() -> None:
+    problem = problems.build("mlp_without_bias")
+    exact = oracle.ggn(problem.model, problem.likelihood, problem.x, problem.y, "fisher")
+    tangent = Tangent(problem.model)
+
+    def draws(count: int, generator: torch.Generator) -> Tensor:
+        return estimate.full(
+            tangent,
+            problem.likelihood,
+            problem.batches,
+            cotangents=estimate.monte_carlo(count),
+            generator=generator,
+        ).dense()
+
+    errors_of_means(draws, exact, (4, 64))
+
+
+@pytest.mark.parametrize("name", ["mlp_gaussian", "conv1d_grouped", "sequence_categorical"])
+def test_kfac_is_unbiased_for_kflr_and_its_error_falls(name: str) -> None:
+    problem = problems.build(name)
+    tangent = Tangent(problem.model)
+    exact = estimate.kflr(tangent, problem.likelihood, problem.batches).dense()
+
+    def draws(count: int, generator: torch.Generator) -> Tensor:
+        return estimate.kfac(tangent, problem.likelihood, problem.batches, samples=count, generator=generator).dense()
+
+    errors_of_means(draws, exact, (4, 36))
+
+
+def test_no_draws_is_refused() -> None:
+    with pytest.raises(LapwingError, match="at least 1"):
+        estimate.monte_carlo(0)
+
+
+# -- likelihoods and outputs ----------------------------------------------------------------------------------------
+
+
+def huber(f: Tensor, y: Tensor) -> Tensor:
+    return torch.nn.functional.huber_loss(f, y, reduction="sum")
+
+
+LIKELIHOODS: dict[str, tuple[Callable[[], Likelihood], int]] = {
+    "Gaussian": (lambda: Gaussian(0.7), 2),
+    "Categorical": (Categorical, 3),
+    "Bernoulli": (Bernoulli, 2),
+    "Poisson": (Poisson, 2),
+    "HeteroscedasticGaussian": (HeteroscedasticGaussian, 2),
+    "BernoulliMixture": (BernoulliMixture, 3),
+    "from_function": (lambda: from_function(huber), 2),
+}
+LAYOUTS = ["[B, C]", "[B, T, C]", "[B, C, H, W]"]
+EXPONENTIAL = ["Gaussian", "Categorical", "Bernoulli", "Poisson"]
+
+
+def setting(kind: str, layout: str) -> tuple[nn.Module, Likelihood, Tensor, Tensor]:
+    torch.manual_seed(3)
+    make, outputs = LIKELIHOODS[kind]
+    if layout == "[B, C, H, W]":
+        model, x = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Conv2d(2, outputs, 1)), torch.randn(3, 1, 3, 2)
+    else:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, outputs))
+        x = torch.randn(4, 2) if layout == "[B, C]" else torch.randn(3, 2, 2)
+    model, x, likelihood = model.double(), x.double(), make()
+    f = model(x).detach()
+    y = f + torch.randn_like(f) if kind == "from_function" else likelihood.sample(f)
+    return model, likelihood, x, y
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+def test_every_likelihood_and_layout(kind: str, layout: str) -> None:
+    model, likelihood, x, y = setting(kind, layout)
+    tangent, data = Tangent(model), [(x, y)]
+    ggn = oracle.ggn(model, likelihood, x, y)
+    with unchanged(model):
+        close(estimate.full(tangent, likelihood, data).dense(), ggn)
+        close(estimate.diagonal(tangent, likelihood, data).diagonal(), ggn.diagonal())
+        close(estimate.empirical(tangent, likelihood, data).dense(), oracle.empirical(model, likelihood, x, y))
+        close(estimate.hessian(tangent, likelihood, data).dense(), oracle.hessian(model, likelihood, x, y))
+        estimate.kflr(tangent, likelihood, data)
+
+
+@pytest.mark.parametrize("kind", [name for name in LIKELIHOODS if name != "from_function"])
+def test_the_fisher_in_every_likelihood(kind: str) -> None:
+    model, likelihood, x, y = setting(kind, "[B, T, C]")
+    fisher = estimate.full(Tangent(model), likelihood, [(x, y)], cotangents=estimate.fisher).dense()
+    close(fisher, oracle.ggn(model, likelihood, x, y, "fisher"))
+    ggn = estimate.full(Tangent(model), likelihood, [(x, y)]).dense()
+    if kind in EXPONENTIAL:
+        close(ggn, fisher)
+    if kind == "BernoulliMixture":
+        assert not torch.allclose(ggn, fisher, rtol=0.05)
+
+
+# -- the Hessian ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "mlp_gaussian", "conv1d_grouped", "embedding", "linear_twice", "tied_autoencoder", "gru_cell",
+             "bitfit", "custom_function", "unused_parameters", "sequence_categorical", "raw_scale_shift", "attention_fused"]
+)  # fmt: skip
+def test_hessian_in_every_structure(name: str) -> None:
+    problem = problems.build(name)
+    expected = oracle.hessian(problem.model, problem.likelihood, problem.x, problem.y)
+    tangent, data = Tangent(problem.model), problem.batches
+    groups = tangent.space.groups("layer")
+    with unchanged(problem.model):
+        close(estimate.hessian(tangent, problem.likelihood, data).dense(), expected)
+        diagonal = estimate.hessian(tangent, problem.likelihood, data, structure="diagonal")
+        close(diagonal.diagonal(), expected.diagonal())
+        blocks = estimate.hessian(tangent, problem.likelihood, data, structure="blocks")
+        close(blocks.dense(), expected * (groups[:, None] == groups[None, :]))
+
+
+@pytest.mark.parametrize("name", ["selected_by_name", "selected_by_module", "selected_by_mask"])
+def test_hessian_of_a_selection(name: str) -> None:
+    problem = problems.build(name)
+    whole = oracle.hessian(problem.model, problem.likelihood, problem.x, problem.y)
+    where = torch.arange(len(whole))
+    space = problem.space
+    named = Tangent(problem.model).space
+    kept = space.restrict(torch.cat([where[named.segment(n)] for n in space.names]))
+    found = estimate.hessian(Tangent(problem.model, space), problem.likelihood, problem.batches)
+    close(found.dense(), whole[kept][:, kept])
+
+
+def test_hessian_is_the_ggn_for_a_linear_model() -> None:
+    model = nn.Linear(3, 2).double()
+    x, y = torch.randn(5, 3).double(), torch.tensor([0, 1, 1, 0, 1])
+    hessian = estimate.hessian(Tangent(model), Categorical(), [(x, y)]).dense()
+    close(hessian, estimate.full(Tangent(model), Categorical(), [(x, y)]).dense())
+
+
+def test_hessian_when_gradients_are_off() -> None:
+    problem = problems.build("mlp_gaussian")
+    expected = oracle.hessian(problem.model, problem.likelihood, problem.x, problem.y)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = estimate.hessian(Tangent(problem.model), problem.likelihood, problem.batches).dense()
+        close(found.clone(), expected)
+
+
+# -- precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 2e-2), (torch.bfloat16, 1e-1)])
+@pytest.mark.parametrize(
+    "name", ["mlp", "conv2d", "layer_norm", "embedding", "transformer_encoder", "linear_twice", "tied_embedding"]
+)
+def test_low_precision_models_accumulate_in_float32(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """The float64 answer of the same rounded weights, to the rounding of the model's own arithmetic."""
+    problem = problems.build(name)
+    model, x = problem.model.to(dtype), problem.x
+    x = x.to(dtype) if x.is_floating_point() else x
+    tangent = Tangent(model)
+    found = {
+        "full": estimate.full(tangent, problem.likelihood, [(x, problem.y)]),
+        "diagonal": estimate.diagonal(tangent, problem.likelihood, [(x, problem.y)]),
+        "kflr": estimate.kflr(tangent, problem.likelihood, [(x, problem.y)]),
+    }
+    exact_model = model.double()
+    exact_x = x.double() if x.is_floating_point() else x
+    for kind, curvature in found.items():
+        dense = curvature.dense()
+        assert dense.dtype == torch.float32
+        exact = ESTIMATORS[kind](Tangent(exact_model), problem.likelihood, [(exact_x, problem.y)]).dense()
+        assert float((dense.double() - exact).norm()) < tolerance * float(exact.norm()), kind
+
+
+def test_sums_of_many_half_precision_batches_do_not_stall() -> None:
+    """2048 points and then one at a time: a float16 sum would stop growing at 2048."""
+    model = nn.Linear(1, 1, bias=False).half()
+    x, y = torch.ones(2048, 1).half(), torch.zeros(2048, 1)
+    found = estimate.diagonal(Tangent(model), Gaussian(), [(x, y), *[(x[:1], y[:1])] * 16]).diagonal()
+    torch.testing.assert_close(found, torch.tensor([2064.0]))
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_an_empty_loader_is_refused(kind: str) -> None:
+    problem = problems.build("mlp")
+    with pytest.raises(DataError, match="no batch"):
+        ESTIMATORS[kind](Tangent(problem.model), problem.likelihood, [])
+
+
+def test_unknown_structures_are_refused() -> None:
+    problem = problems.build("mlp")
+    args = Tangent(problem.model), problem.likelihood, problem.batches
+    for estimator in (estimate.empirical, estimate.hessian):
+        with pytest.raises(ParameterError, match="unknown structure"):
+            estimator(*args, structure="tridiagonal")
+    with pytest.raises(ParameterError, match="unknown grouping"):
+        estimate.blocks(*args, by="channel")
+
+
+def test_empirical_columns_are_the_observed_gradients() -> None:
+    problem = problems.build("mlp")
+    f = problem.model(problem.x).detach()
+    columns = observed(problem.likelihood, f, problem.y)
+    (only,) = columns.chunked(7)
+    close(only[0], problem.likelihood.grad(f, problem.y))
