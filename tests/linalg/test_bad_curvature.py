@@ -7,7 +7,7 @@ import torch
 
 from contracts import LINEAR_BIAS, STRUCTURES, close, generator, normal, psd
 from lapwing.errors import CurvatureError
-from lapwing.linalg import Block, Blocks, Curvature, Dense, Diagonal, Kronecker, Segments, Term
+from lapwing.linalg import Block, Blocks, Curvature, Dense, Diagonal, Kronecker, MatrixLayout, Segments, Term
 
 SADDLE = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)  # eigenvalues 3 and -1
 
@@ -48,6 +48,17 @@ def test_rounding_below_zero_is_no_indefiniteness() -> None:
     Dense(matrix).with_prior(1e-12)
     expected = 39 * torch.tensor(1e-3).log() + (row @ row + 1e-3).log()
     torch.testing.assert_close(Dense(matrix).with_prior(1e-3).logdet(), expected, rtol=1e-3, atol=0)
+
+
+def test_equal_eigenvalues_do_not_spoil_the_derivative_in_the_scale() -> None:
+    """d/ds [logdet(s H + I) + v^T (s H + I)^-1 v] for H = I, whose eigenvectors have no derivative."""
+    eye, v = torch.eye(4, dtype=torch.float64), normal(generator(), 4)
+    layout = MatrixLayout(0, (2, 2), (0, 1), 1, 2, 2)
+    for curvature in (Dense(eye), Kronecker(layout, (Term(eye[None, :2, :2], eye[None, :2, :2], 1.0),))):
+        scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+        precision = (curvature * scale).with_prior(1.0)
+        (found,) = torch.autograd.grad(precision.logdet() + v @ precision.solve(v), scale)
+        close(found, 4 / 2.5 - v @ v / 2.5**2)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

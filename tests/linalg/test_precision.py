@@ -211,6 +211,22 @@ def test_the_decomposition_is_kept(structure: Structure, monkeypatch: pytest.Mon
 
 
 @every_structure
+def test_a_scaled_curvature_is_not_decomposed_again(structure: Structure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise of a regression can be tuned at the price of a product, whether or not H was decomposed before."""
+    case, calls = structure.make(generator()), []
+    whole = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *args, **kwargs: calls.append(1) or whole(*args, **kwargs))
+    (case.curvature * 2.0).with_prior(0.3)
+    before = len(calls)
+    for scale in (0.5, 3.0):
+        found = (case.curvature * scale * 2.0).with_prior(0.7)
+        expected = 2 * scale * case.with_prior(torch.tensor(0.35 / scale, dtype=torch.float64))
+        close(found.logdet(), torch.linalg.slogdet(expected).logabsdet)
+    case.curvature.with_prior(0.3)
+    assert len(calls) == before
+
+
+@every_structure
 @pytest.mark.parametrize(
     ("prior", "message"),
     [

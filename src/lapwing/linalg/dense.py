@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -18,7 +18,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.psd import Curvature, Precision, check_finite, check_positive, check_prior, eigh, normal, same_kind
+from lapwing.linalg.psd import (
+    Curvature,
+    Multiple,
+    Precision,
+    check_finite,
+    check_positive,
+    check_prior,
+    eigh,
+    normal,
+    same_kind,
+)
 from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, assemble, chunks, rows_of
 
 
@@ -27,6 +37,7 @@ class Dense(Curvature):
     """A full curvature matrix in flat parameter order."""
 
     matrix: Float[Tensor, "params params"]
+    multiple: Multiple[Dense] | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
@@ -36,7 +47,8 @@ class Dense(Curvature):
         return Dense(self.matrix + same_kind(self, other).matrix)
 
     def __mul__(self, scale: float | int | Tensor) -> Dense:
-        return Dense(self.matrix * scale)
+        root = self.multiple or Multiple(self, 1)
+        return Dense(self.matrix * scale, Multiple(root.of, root.scale * scale))
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return v @ self.matrix
@@ -50,6 +62,9 @@ class Dense(Curvature):
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues [P] and vectors [P, P], computed once."""
+        if self.multiple is not None:
+            values, vectors = self.multiple.of.eigen
+            return values * self.multiple.scale, vectors
         return eigh(self.matrix)
 
     def with_prior(self, precision: float | int | Tensor) -> DensePrecision:

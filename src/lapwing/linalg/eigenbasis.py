@@ -15,7 +15,7 @@ diagonal (token counts) and stored as such.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -26,6 +26,7 @@ from lapwing.errors import CurvatureError
 from lapwing.linalg.gram import lookup_gram, matrix_gram, outer_gram
 from lapwing.linalg.psd import (
     Curvature,
+    Multiple,
     Precision,
     check_finite,
     check_positive,
@@ -78,6 +79,7 @@ class Kronecker(Curvature):
     terms: tuple[Term, ...]
     joint_bias: bool = True
     factored_damping: bool = False
+    multiple: Multiple[Kronecker] | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
@@ -93,10 +95,13 @@ class Kronecker(Curvature):
             )
         if len(self.terms) != len(other.terms):
             raise CurvatureError(f"cannot add {len(other.terms)} Kronecker terms to {len(self.terms)}.")
-        return replace(self, terms=tuple(a + b for a, b in zip(self.terms, other.terms, strict=True)))
+        terms = tuple(a + b for a, b in zip(self.terms, other.terms, strict=True))
+        return replace(self, terms=terms, multiple=None)
 
     def __mul__(self, scale: float | int | Tensor) -> Kronecker:
-        return replace(self, terms=tuple(replace(term, rows=term.rows * scale) for term in self.terms))
+        root = self.multiple or Multiple(self, 1)
+        terms = tuple(replace(term, rows=term.rows * scale) for term in self.terms)
+        return replace(self, terms=terms, multiple=Multiple(root.of, root.scale * scale))
 
     @cached_property
     def factors(self) -> tuple[Factor, Factor]:
@@ -133,14 +138,21 @@ class Kronecker(Curvature):
 
     @cached_property
     def _eigen_rows(self) -> tuple[Tensor, Tensor | None]:
+        if self.multiple is not None:
+            values, vectors = self.multiple.of._eigen_rows
+            return values * self.multiple.scale, vectors
         return _eigen(self.factors[1], "the output factor of a Kronecker block")
 
     @cached_property
     def _eigen_joint(self) -> list[tuple[Tensor, Tensor | None]]:
+        if self.multiple is not None:
+            return self.multiple.of._eigen_joint
         return [_eigen(_cut(self.factors[0], part), "an input factor") for part in self._parts(joint=True)]
 
     @cached_property
     def _eigen_separate(self) -> list[tuple[Tensor, Tensor | None]]:
+        if self.multiple is not None:
+            return self.multiple.of._eigen_separate
         return [_eigen(_cut(self.factors[0], part), "an input factor") for part in self._parts(joint=False)]
 
     def with_prior(self, precision: float | int | Tensor) -> KroneckerPrecision:

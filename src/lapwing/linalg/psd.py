@@ -10,7 +10,8 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -124,6 +125,18 @@ class Precision(ABC):
 # -- shared checks and decompositions -----------------------------------------------------------------------------
 
 AnyCurvature = TypeVar("AnyCurvature", bound=Curvature)
+
+
+@dataclass(frozen=True, eq=False)
+class Multiple(Generic[AnyCurvature]):
+    """What a scaled curvature is a multiple of, so that it has not to be decomposed again.
+
+    The eigenvectors are those of `of`, and the eigenvalues a product: derivatives in the scale (1 / sigma^2 of a
+    regression) need none of the decomposition itself, which would be infinite for equal eigenvalues.
+    """
+
+    of: AnyCurvature
+    scale: float | int | Tensor
 
 
 def same_kind(ours: AnyCurvature, other: Curvature) -> AnyCurvature:
