@@ -209,7 +209,8 @@ def layout_pieces(layout: MatrixLayout, generator: Generator) -> dict[str, list[
     found: dict[str, list[Piece]] = {
         "its own weight": [outer(layout, generator, 1)],
         "its own weight, shared": [outer(layout, generator, REPEATS)],
-        "its own weight, shared often": [outer(layout, generator, 40)],
+        "its own weight, shared more": [outer(layout, generator, 5)],
+        "its own weight, shared often": [outer(layout, generator, 20)],
         "its own weight, two uses": [outer(layout, generator, 1), outer(layout, generator, REPEATS)],
         "its own weight without the bias": [outer(plain, generator, 1)],
         "its own weight and rows on top": [outer(layout, generator, 1), lone_rows(layout, generator)],
@@ -436,6 +437,7 @@ def _add(a: Any, b: Any) -> Any:
 LINEAR = MatrixLayout(0, (2, 3), (0, 1), 1, 2, 3)
 LINEAR_BIAS = MatrixLayout(0, (2, 3), (0, 1), 1, 2, 3, bias=6)
 BIAS_FIRST = MatrixLayout(2, (2, 3), (0, 1), 1, 2, 3, bias=0)
+WIDE_BIAS = MatrixLayout(0, (2, 6), (0, 1), 1, 2, 6, bias=12)
 TRANSPOSED = MatrixLayout(0, (3, 2), (1, 0), 1, 2, 3)
 TRANSPOSED_BIAS = MatrixLayout(0, (3, 2), (1, 0), 1, 2, 3, bias=6)
 GROUPED = MatrixLayout(0, (3, 2, 4), (0, 1, 2), 3, 2, 4)
@@ -463,6 +465,7 @@ STRUCTURES = [
     ),
     Structure("Kronecker", kronecker(LINEAR)),
     Structure("Kronecker, bias", kronecker(LINEAR_BIAS)),
+    Structure("Kronecker, bias, more inputs than outputs", kronecker(WIDE_BIAS)),
     Structure("Kronecker, bias stored first", kronecker(BIAS_FIRST)),
     Structure("Kronecker, bias apart", kronecker(LINEAR_BIAS, joint=False)),
     Structure("Kronecker, transposed", kronecker(TRANSPOSED)),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contracts import STRUCTURES, Case, Structure, all_pieces, close, generator, normal, priors, spelled_out
 from lapwing.errors import CurvatureError
-from lapwing.linalg import Piece, Precision
+from lapwing.linalg import Piece, Precision, blocks, dense, diagonal, eigenbasis, gram
 
 every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 
@@ -70,6 +70,25 @@ def test_quadratic_is_the_covariance_of_rows_in_any_form(structure: Structure) -
                 close(precision.quadratic(pieces), expected)
             except AssertionError as error:
                 raise AssertionError(f"rows: {name}") from error
+
+
+@every_structure
+def test_a_small_budget_cuts_the_work_and_changes_nothing(
+    structure: Structure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = structure.make(generator())
+    precision = case.curvature.with_prior(0.7)
+    found = all_pieces(case, generator(2))
+    whole = {name: precision.quadratic(pieces) for name, pieces in found.items()}
+    cut = 0
+    for module in (blocks, dense, diagonal, eigenbasis, gram):
+        for name in ("DEFAULT_BUDGET", "CACHE"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, 1)
+                cut += 1
+    assert cut >= 3
+    for name, pieces in found.items():
+        close(precision.quadratic(pieces), whole[name])
 
 
 @dataclass(frozen=True)
