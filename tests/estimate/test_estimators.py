@@ -303,7 +303,8 @@ def test_the_fisher_in_every_likelihood(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "name", ["mlp", "mlp_gaussian", "conv1d_grouped", "embedding", "linear_twice", "tied_autoencoder", "gru_cell",
-             "bitfit", "custom_function", "unused_parameters", "sequence_categorical", "raw_scale_shift", "attention_fused"]
+             "bitfit", "custom_function", "unused_parameters", "sequence_categorical", "raw_scale_shift",
+             "attention_fused"]
 )  # fmt: skip
 def test_hessian_in_every_structure(name: str) -> None:
     problem = problems.build(name)

@@ -94,7 +94,7 @@ def call(model: nn.Module, x: Any) -> Tensor:
         output = model(*args, **kwargs)
     except LapwingError:
         raise
-    except (RuntimeError, TypeError, IndexError, ValueError, AssertionError) as error:
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
         shapes = [f"{tuple(t.shape)} {t.dtype}" for t in tensors(x)]
         raise ModelError(
             f"the forward pass of {type(model).__name__} failed on an input of {', '.join(shapes)}: {error}; expected "
