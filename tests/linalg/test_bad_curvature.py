@@ -83,6 +83,14 @@ def test_entries_that_are_not_finite_are_refused(bad: float, vector: bool) -> No
             curvature.with_prior(prior)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_a_scale_that_is_nan_is_refused_when_a_precision_is_formed(structure) -> None:
+    curvature = structure.make(generator()).curvature
+    curvature.with_prior(1.0)  # decomposed before, so that nothing is decomposed again
+    with pytest.raises(CurvatureError, match=r"expected"):
+        (curvature * float("nan")).with_prior(1.0)
+
+
 def test_blocks_must_cover_every_position_once() -> None:
     def make(*intervals: tuple[int, int]) -> Blocks:
         found = [Block("", Segments((i,)), Diagonal(torch.ones(i[1] - i[0]).double())) for i in intervals]
