@@ -16,7 +16,7 @@ from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.passes import Batches, pulled
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import DenseRows, Diagonal, LookupRows, OuterRows, Piece
-from lapwing.linalg.rows import CACHE, assemble, chunks, connected, contract, rows_of
+from lapwing.linalg.rows import CACHE, assemble, chunks, connected, contract, contract_bytes, rows_of
 from lapwing.tangent import Tangent
 
 
@@ -59,13 +59,13 @@ def add_squares(pieces: Sequence[Piece], total: Float[Tensor, " size"], budget: 
 
 def _outer_squares(piece: OuterRows, budget: int) -> Float[Tensor, "groups rows width"]:
     left, right = piece.left, piece.right
-    count, batch, shared, groups, rows = left.shape
+    _, batch, shared, groups, rows = left.shape
     if shared == 1:
         g = left.square().sum(0)[:, 0]
         return torch.einsum("n k o, n k i -> k o i", g, right[:, 0].square())
     width = right.shape[-1]
     squares = right.new_zeros(groups, rows, width)
-    for part in chunks(batch, count * groups * rows * width * right.element_size(), min(CACHE, budget)):
+    for part in chunks(batch, contract_bytes(left, width), min(CACHE, budget)):
         squares += contract(left[:, part], right[part]).square().sum((0, 1))
     return squares
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.estimate.diagonal import add_squares
-from lapwing.estimate.symmetric import SymmetricSum, add_gram, mirrored
+from lapwing.estimate.symmetric import SymmetricSum, add_gram, merged, mirrored
 from lapwing.linalg import (
     Dense,
     DenseRows,
@@ -119,7 +119,7 @@ class Matrix(Accumulator):
         for piece in members:
             assert isinstance(piece, LookupRows)
             sums = self._sums("lookup", piece.left, self.layout.rows, self.layout.cols, diagonal=True)
-            add_gram(sums.grads, piece.left.flatten(0, 1).unsqueeze(2))
+            add_gram(sums.grads, merged(piece.left).unsqueeze(2))
             if first:
                 tokens = piece.index.flatten()
                 tokens = tokens if piece.padding is None else tokens[tokens != piece.padding]
@@ -129,7 +129,7 @@ class Matrix(Accumulator):
     def _add_outer(self, role: str, members: list[Piece], first: bool) -> None:
         left, right = self._side_by_side(role, members)
         sums = self._sums(role, left, right.shape[-1], left.shape[-1])
-        add_gram(sums.grads, left.flatten(0, 1))
+        add_gram(sums.grads, merged(left))
         if first:
             add_gram(sums.inputs, right)
             sums.count += right.shape[0] * right.shape[1]

@@ -39,6 +39,12 @@ class SymmetricSum:
         return mirrored(self.upper)
 
 
+def merged(left: Float[Tensor, "r n *rest"]) -> Float[Tensor, "m *rest"]:
+    """Cotangents and data points as one axis, in whichever order needs no copy."""
+    by_point = left.transpose(0, 1)
+    return by_point.flatten(0, 1) if by_point.stride(0) == by_point.stride(1) * left.shape[0] else left.flatten(0, 1)
+
+
 def add_gram(total: Float[Tensor, "k d d"], values: Float[Tensor, "m t k d"]) -> None:
     """total += upper triangle of the sum over m, t of v v^T, whichever way the values lie in memory."""
     count, shared, groups, width = values.shape

@@ -114,6 +114,9 @@ class BlocksPrecision(Precision):
         )
         return torch.cat(list(values), dim=-1)[..., position.argsort()]
 
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return self._gathered([part.mv(segments.gather(v)) for segments, part in self.parts])
+
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return self._gathered([part.solve(segments.gather(v)) for segments, part in self.parts])
 

@@ -115,6 +115,9 @@ class EigenPrecision(DensePrecision):
     def whiten(self, v: Tensor) -> Tensor:
         return (v @ self.vectors) * self.values.rsqrt()
 
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return ((v @ self.vectors) * self.values) @ self.vectors.mT
+
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return ((v @ self.vectors) / self.values) @ self.vectors.mT
 
@@ -141,6 +144,9 @@ class CholeskyPrecision(DensePrecision):
     def whiten(self, v: Tensor) -> Tensor:
         flat = v.reshape(-1, self.size)
         return torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT.reshape(v.shape)
+
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return (v @ self.factor) @ self.factor.mT
 
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         flat = v.reshape(-1, self.size)

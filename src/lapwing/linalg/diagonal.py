@@ -59,6 +59,9 @@ class DiagonalPrecision(Precision):
     def size(self) -> int:
         return self.values.shape[-1]
 
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return v * self.values
+
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return v / self.values
 

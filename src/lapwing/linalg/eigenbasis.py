@@ -45,6 +45,7 @@ from lapwing.linalg.rows import (
     assemble,
     chunks,
     contract,
+    contract_bytes,
     rows_of,
 )
 
@@ -232,6 +233,9 @@ class KroneckerPrecision(Precision):
         self.layout.scatter_add(out, flat)
         return flat
 
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return self._map(self.layout.gather(v), lambda part, m: part.rotate_back(part.rotate(m) * part.values))
+
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return self._map(self.layout.gather(v), lambda part, m: part.rotate_back(part.rotate(m) / part.values))
 
@@ -289,7 +293,7 @@ class KroneckerPrecision(Precision):
             right = _rotate_vectors(right, part.col_vectors if cols_before else None)
             weight = part.values.reciprocal().flatten()
             blocks = []
-            for points in chunks(batch, count * weight.numel() * weight.element_size(), CACHE):
+            for points in chunks(batch, contract_bytes(left, right.shape[-1]), CACHE):
                 matrix = contract(left[:, points], right[points])
                 matrix = _rotate_last(matrix, None if cols_before else part.col_vectors)
                 matrix = _rotate_last(matrix.mT, None if rows_before else part.row_vectors).mT

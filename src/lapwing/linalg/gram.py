@@ -23,6 +23,7 @@ from lapwing.linalg.rows import (
     chunks,
     connected,
     contract,
+    contract_bytes,
     rows_of,
 )
 
@@ -45,10 +46,9 @@ def matrix_gram(rows: Float[Tensor, "n r size"], weight: Float[Tensor, " size"])
 
 def shared_gram(piece: OuterRows, weight: Float[Tensor, "groups rows width"]) -> Float[Tensor, "n r r"]:
     """Rows with sharing: formed for a few data points at a time."""
-    count, batch = rows_of(piece)
     grams = [
         matrix_gram(contract(piece.left[:, part], piece.right[part]).flatten(2), weight.flatten())
-        for part in chunks(batch, count * weight.numel() * weight.element_size(), CACHE)
+        for part in chunks(piece.left.shape[1], contract_bytes(piece.left, weight.shape[-1]), CACHE)
     ]
     return torch.cat(grams)
 

@@ -88,6 +88,9 @@ class Precision(ABC):
         """P, the number of parameters."""
 
     @abstractmethod
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
+
+    @abstractmethod
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
 
     @abstractmethod

@@ -141,6 +141,12 @@ def contract(
     return (folded @ right.permute(0, 2, 1, 3)).unflatten(2, (count, rows)).transpose(1, 2)
 
 
+def contract_bytes(left: Float[Tensor, "r n t groups rows"], width: int) -> int:
+    """What `contract` needs for one data point: the folded cotangents, and the rows themselves."""
+    count, _, shared, groups, rows = left.shape
+    return count * groups * rows * (shared + width) * left.element_size()
+
+
 @dataclass(frozen=True)
 class OuterRows:
     """row[r,n] = sum_t left[r,n,t,k] (x) right[n,t,k] in the matrix [K, O, width] of `layout`."""

@@ -63,22 +63,32 @@ def opaque_rows(
 
 
 def batched_grad(
-    output: Tensor | GradientEdge, inputs: Sequence[Any], cotangents: Float[Tensor, "r *out"]
+    output: Tensor | GradientEdge, inputs: Sequence[Any], cotangents: Float[Tensor, "r *out"], together: bool = True
 ) -> list[Tensor | None]:
     """d(cotangent . output) / d input for every cotangent: [r, *input] each; None for an unrelated input.
 
-    One vectorised backward pass where every operation on the way has a batching rule, else one pass per cotangent.
+    One vectorised backward pass if `together` and every operation on the way has a batching rule, else one pass per
+    cotangent, whose results lie side by side in memory for each data point.
     """
     options = {"retain_graph": True, "allow_unused": True}
-    if len(cotangents) > 1:
+    if len(cotangents) > 1 and together:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # torch warns where it would loop inside: the loop below is as good
                 return list(torch.autograd.grad((output,), inputs, (cotangents,), is_grads_batched=True, **options))
         except (RuntimeError, UserWarning):
             pass  # a genuine error is raised again by the plain passes
-    each = [torch.autograd.grad((output,), inputs, (u,), **options) for u in cotangents]
-    return [None if grads[0] is None else torch.stack(grads) for grads in zip(*each, strict=True)]
+    found: dict[int, Tensor] = {}
+    for r, u in enumerate(cotangents):
+        for i, grad in enumerate(torch.autograd.grad((output,), inputs, (u,), **options)):
+            if grad is None:
+                continue
+            if i not in found:
+                lead = grad.shape[:1]
+                found[i] = grad.new_empty(*lead, len(cotangents), *grad.shape[1:])
+                found[i] = found[i].transpose(0, 1) if lead else found[i]
+            found[i][r] = grad
+    return [found.get(i) for i in range(len(inputs))]
 
 
 def pull_back(

@@ -321,7 +321,9 @@ class Linearisation:
         edges = [use.edge for use, _ in self.uses]
         if not edges or not self.output.requires_grad:
             return [None] * len(edges)
-        return batched_grad(self.output, edges, cotangents.to(self.output.dtype))
+        # small layers gain from one vectorised pass; large ones are faster one cotangent at a time, in cache
+        together = sum(use.shape.numel() for use, _ in self.uses) < 2**18
+        return batched_grad(self.output, edges, cotangents.to(self.output.dtype), together)
 
     def _pull_back(self, derived: Derived, rows: Float[Tensor, "r n size"]) -> list[Piece]:
         return pull_back(derived, rows, self.tangent.parameters, self.space, frozenset(self.record.opaque))

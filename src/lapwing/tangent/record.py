@@ -143,7 +143,7 @@ class Recorder(TorchFunctionMode):
         _refuse_train_mode(func, args, kwargs)
         # the operations, also those on data alone, and their axes and sizes: another batch may take another way
         self.record.trace = hash((self.record.trace, _name(func), tuple(a for a in args if type(a) in (int, str))))
-        given = list(_flat((args, kwargs)))
+        given = _flat(args, kwargs)
         read = [t for t in given if id(t) in self._sources]
         data = any(self._is_data(t) for t in given)
         target = _written(func, args, kwargs)
@@ -157,7 +157,8 @@ class Recorder(TorchFunctionMode):
             before = (args[0].detach().clone(), *args[1:])
         else:
             before = args
-        names, version = self._names(read), 0 if target is None else target._version
+        # a tensor that holds parameters loses its name when it is written to, so the names are asked for before
+        names, version = (frozenset(), 0) if target is None else (self._names(read), target._version)
         with _differentiable_twice(func):
             out = func(*args, **kwargs)
         written = target is not None and target._version != version
@@ -202,8 +203,7 @@ class Recorder(TorchFunctionMode):
             use = self._use(func, args, kwargs, out, read, name)
         else:
             self._derive(func, outs, read, name)
-        first = outs[0].detach() if len(outs) == 1 else None
-        kept = self._snapshot(first) if self._snapshot is not None and first is not None else None
+        kept = self._snapshot(outs[0].detach()) if self._snapshot is not None and len(outs) == 1 else None
         self.record.events.append(Event(name, kept, use, dependent))
 
     def _use(self, func, args, kwargs, out, read: list[Tensor], name: str) -> Use | None:
@@ -241,15 +241,17 @@ class Recorder(TorchFunctionMode):
         return view_alias(out, self._parameters[first.name], self._whole[first.name])
 
 
-def _flat(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _flat(item)
+def _flat(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among arguments, also in lists and mappings. Called for every operation: written to be quick."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _flat(value, {})
+        elif isinstance(value, dict):
+            found += _flat(value.values(), {})
+    return found
 
 
 def _written(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
