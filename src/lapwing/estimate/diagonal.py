@@ -7,6 +7,7 @@ formed for one cotangent at a time. Memory O(P) and a chunk; an embedding touche
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.passes import Batches, pulled
+from lapwing.estimate.symmetric import FEW_ROWS
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import DenseRows, Diagonal, LookupRows, OuterRows, Piece
+from lapwing.linalg import DenseRows, Diagonal, LookupRows, MatrixLayout, OuterRows, Piece, Segments
 from lapwing.linalg.rows import CACHE, assemble, chunks, connected, contract, contract_bytes, rows_of
 from lapwing.tangent import Tangent
 
@@ -30,44 +32,67 @@ def diagonal(
 ) -> Diagonal:
     """diag(sum_n J_n^T H_n J_n), exact."""
     space = tangent.space
-    total = torch.zeros(space.size, dtype=space.dtype, device=space.device)
+    total = SquareSum(torch.zeros(space.size, dtype=space.dtype, device=space.device), tangent.budget)
     for batch in pulled(tangent, likelihood, batches, cotangents, generator):
-        add_squares(batch.pieces, total, tangent.budget)
-    return Diagonal(total)
+        total.add(batch.pieces)
+    return Diagonal(total.vector())
 
 
-def add_squares(pieces: Sequence[Piece], total: Float[Tensor, " size"], budget: int) -> None:
-    """total += sum over rows of row^2, entry by entry."""
-    for segments, group in connected(pieces):
-        piece = group[0]
-        if len(group) == 1 and isinstance(piece, DenseRows):
-            total[piece.start : piece.start + piece.values.shape[-1]] += piece.values.square().sum((0, 1))
-        elif len(group) == 1 and isinstance(piece, OuterRows):
-            piece.layout.scatter_add(_outer_squares(piece, budget), total)
-        elif len(group) == 1 and isinstance(piece, LookupRows):
-            piece.layout.scatter_add(_lookup_squares(piece).unsqueeze(0), total)
-        else:
-            local = [member.moved(segments) for member in group]
-            count, batch = rows_of(piece)
-            squares = total.new_zeros(segments.size)
-            for rows in chunks(batch, 2 * count * segments.size * total.element_size(), budget):
-                squares += assemble(local, segments.size, rows).square().sum((0, 1))
-            spread = torch.zeros_like(total)
-            segments.scatter(squares, spread)
-            total += spread
+@dataclass
+class SquareSum:
+    """sum over rows of row^2, entry by entry, for rows in factored form."""
 
+    total: Float[Tensor, " size"]
+    budget: int
+    waiting: dict[MatrixLayout, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
-def _outer_squares(piece: OuterRows, budget: int) -> Float[Tensor, "groups rows width"]:
-    left, right = piece.left, piece.right
-    _, batch, shared, groups, rows = left.shape
-    if shared == 1:
-        g = left.square().sum(0)[:, 0]
-        return torch.einsum("n k o, n k i -> k o i", g, right[:, 0].square())
-    width = right.shape[-1]
-    squares = right.new_zeros(groups, rows, width)
-    for part in chunks(batch, contract_bytes(left, width), min(CACHE, budget)):
-        squares += contract(left[:, part], right[part]).square().sum((0, 1))
-    return squares
+    def add(self, pieces: Sequence[Piece]) -> None:
+        for segments, group in connected(pieces):
+            piece = group[0]
+            if len(group) > 1:
+                self._add_formed(segments, group)
+            elif isinstance(piece, DenseRows):
+                self.total[slice(*piece.segments[0])] += piece.values.square().sum((0, 1))
+            elif isinstance(piece, LookupRows):
+                piece.layout.scatter_add(_lookup_squares(piece).unsqueeze(0), self.total)
+            elif piece.shared > 1:
+                piece.layout.scatter_add(self._shared_squares(piece), self.total)
+            else:
+                self._add_outer(piece)
+
+    def vector(self) -> Float[Tensor, " size"]:
+        for layout in list(self.waiting):
+            self._flush(layout)
+        return self.total
+
+    def _add_outer(self, piece: OuterRows) -> None:
+        """Without sharing: (sum_r G*G)^T (A*A), one product for the rows of several batches."""
+        waiting = self.waiting.setdefault(piece.layout, [])
+        waiting.append((piece.left[:, :, 0].square().sum(0), piece.right[:, 0].square()))
+        if sum(len(right) for _, right in waiting) >= FEW_ROWS:
+            self._flush(piece.layout)
+
+    def _flush(self, layout: MatrixLayout) -> None:
+        lefts, rights = zip(*self.waiting.pop(layout), strict=True)
+        layout.scatter_add(torch.einsum("n k o, n k i -> k o i", torch.cat(lefts), torch.cat(rights)), self.total)
+
+    def _shared_squares(self, piece: OuterRows) -> Float[Tensor, "groups rows width"]:
+        layout, batch = piece.layout, piece.left.shape[1]
+        squares = piece.right.new_zeros(layout.groups, layout.rows, layout.width)
+        for part in chunks(batch, contract_bytes(piece.left, layout.width), min(CACHE, self.budget)):
+            squares += contract(piece.left[:, part], piece.right[part]).square().sum((0, 1))
+        return squares
+
+    def _add_formed(self, segments: Segments, group: Sequence[Piece]) -> None:
+        """Several uses of one parameter: their rows are added before they are squared."""
+        local = [member.moved(segments) for member in group]
+        count, batch = rows_of(group[0])
+        squares = self.total.new_zeros(segments.size)
+        for rows in chunks(batch, 2 * count * segments.size * squares.element_size(), self.budget):
+            squares += assemble(local, segments.size, rows).square().sum((0, 1))
+        spread = torch.zeros_like(self.total)
+        segments.scatter(squares, spread)
+        self.total += spread
 
 
 def _lookup_squares(piece: LookupRows) -> Float[Tensor, "table features"]:

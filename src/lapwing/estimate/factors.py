@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.estimate.diagonal import add_squares
-from lapwing.estimate.symmetric import SymmetricSum, add_gram, merged, mirrored
+from lapwing.estimate.diagonal import SquareSum
+from lapwing.estimate.symmetric import GramSum, SymmetricSum, merged
 from lapwing.linalg import (
     Dense,
     DenseRows,
@@ -54,14 +54,13 @@ class DenseVector(Accumulator):
 @dataclass
 class DiagonalVector(Accumulator):
     segments: Segments
-    total: Tensor
-    budget: int
+    total: SquareSum
 
     def add(self, pieces: list[Piece], first: bool) -> None:
-        add_squares([piece.moved(self.segments) for piece in pieces], self.total, self.budget)
+        self.total.add([piece.moved(self.segments) for piece in pieces])
 
     def curvature(self) -> Diagonal:
-        return Diagonal(self.total)
+        return Diagonal(self.total.vector())
 
 
 def role_of(piece: Piece, upright: MatrixLayout) -> str | None:
@@ -87,8 +86,8 @@ class Sums:
     For a lookup the input side is the count of each token, a diagonal.
     """
 
-    inputs: Tensor
-    grads: Tensor
+    inputs: GramSum | Tensor
+    grads: GramSum
     count: float = 0.0
 
 
@@ -118,20 +117,22 @@ class Matrix(Accumulator):
     def _add_lookup(self, members: list[Piece], first: bool) -> None:
         for piece in members:
             assert isinstance(piece, LookupRows)
-            sums = self._sums("lookup", piece.left, self.layout.rows, self.layout.cols, diagonal=True)
-            add_gram(sums.grads, merged(piece.left).unsqueeze(2))
+            sums = self._sums("lookup", piece.left, None, self.layout.cols)
+            sums.grads.add(merged(piece.left).unsqueeze(2))
             if first:
                 tokens = piece.index.flatten()
                 tokens = tokens if piece.padding is None else tokens[tokens != piece.padding]
+                assert isinstance(sums.inputs, Tensor)
                 sums.inputs[0].index_add_(0, tokens, torch.ones_like(tokens, dtype=sums.inputs.dtype))
                 sums.count += len(tokens)
 
     def _add_outer(self, role: str, members: list[Piece], first: bool) -> None:
         left, right = self._side_by_side(role, members)
         sums = self._sums(role, left, right.shape[-1], left.shape[-1])
-        add_gram(sums.grads, merged(left))
+        sums.grads.add(merged(left))
         if first:
-            add_gram(sums.inputs, right)
+            assert isinstance(sums.inputs, GramSum)
+            sums.inputs.add(right)
             sums.count += right.shape[0] * right.shape[1]
 
     def _side_by_side(self, role: str, members: list[Piece]) -> tuple[Tensor, Tensor]:
@@ -148,11 +149,15 @@ class Matrix(Accumulator):
             left, right = left.sum(2, keepdim=True), right.mean(1, keepdim=True)
         return left, right
 
-    def _sums(self, role: str, like: Tensor, inputs: int, grads: int, diagonal: bool = False) -> Sums:
+    def _sums(self, role: str, like: Tensor, inputs: int | None, grads: int) -> Sums:
+        """The sums of a role, made when first asked for; `inputs` None stands for token counts."""
         if role not in self.roles:
             groups = self.layout.groups
-            shape = (groups, inputs) if diagonal else (groups, inputs, inputs)
-            self.roles[role] = Sums(like.new_zeros(shape), like.new_zeros(groups, grads, grads))
+            if inputs is None:
+                side = like.new_zeros(groups, self.layout.rows)
+            else:
+                side = GramSum(like.new_zeros(groups, inputs, inputs))
+            self.roles[role] = Sums(side, GramSum(like.new_zeros(groups, grads, grads)))
         return self.roles[role]
 
     def curvature(self) -> Kronecker:
@@ -160,8 +165,8 @@ class Matrix(Accumulator):
         return Kronecker(self.layout.moved(self.segments), terms, self.joint_bias, self.factored_damping)
 
     def _term(self, role: str, sums: Sums) -> Term:
-        inputs = sums.inputs if sums.inputs.dim() == 2 else mirrored(sums.inputs)
-        grads = mirrored(sums.grads)
+        inputs = sums.inputs if isinstance(sums.inputs, Tensor) else sums.inputs.matrix()
+        grads = sums.grads.matrix()
         if role == "upright":
             return Term(inputs, grads, sums.count)
         extra = self.layout.width - grads.shape[-1]  # this role does not use the bias

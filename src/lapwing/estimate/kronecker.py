@@ -19,6 +19,7 @@ import torch
 
 from lapwing.errors import ParameterError, UnsupportedOperationError
 from lapwing.estimate.cotangents import Cotangents, exact, monte_carlo
+from lapwing.estimate.diagonal import SquareSum
 from lapwing.estimate.factors import Accumulator, DenseVector, DiagonalVector, Matrix, role_of
 from lapwing.estimate.passes import Batches, pulled
 from lapwing.estimate.symmetric import SymmetricSum
@@ -177,7 +178,7 @@ def _accumulator(
     if segments.size <= options.dense_limit:
         return DenseVector(segments, SymmetricSum.zeros(segments.size, zeros, tangent.budget))
     if all(isinstance(piece, DenseRows) for piece in group):
-        return DiagonalVector(segments, zeros, tangent.budget)
+        return DiagonalVector(segments, SquareSum(zeros, tangent.budget))
     raise UnsupportedOperationError(
         f"parameter '{_name(segments, tangent.space)}' is used by operations of different kinds, so that its curvature "
         f"is no Kronecker product, and its {segments.size} entries exceed the limit of {options.dense_limit} for a "

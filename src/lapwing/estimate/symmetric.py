@@ -1,12 +1,12 @@
 """Sums of symmetric products, accumulated in place in the upper triangle: little more than half the work.
 
-`SymmetricSum` adds up row^T row over factored rows; `add_gram` the factors of a Kronecker product.
+`SymmetricSum` adds up row^T row over factored rows; `GramSum` one factor of a Kronecker product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -39,24 +39,46 @@ class SymmetricSum:
         return mirrored(self.upper)
 
 
+FEW_ROWS = 1024
+"""Products of fewer rows wait until there are so many: each reads and writes the whole sum, which is slow to reach."""
+
+
+@dataclass
+class GramSum:
+    """sum over m, t of v v^T for values [m, t, k, d], whichever way they lie in memory: [k, d, d]."""
+
+    upper: Float[Tensor, "k d d"]
+    waiting: list[Tensor] = field(default_factory=list)
+
+    def add(self, values: Float[Tensor, "m t k d"]) -> None:
+        count, shared, groups, width = values.shape
+        last = values.permute(2, 3, 0, 1)
+        if last.is_contiguous() and not values.is_contiguous():
+            add_product(self.upper, last.flatten(2))  # patches of a convolution: positions are last in memory
+        elif shared > width and not values.is_contiguous():
+            # gradients of a convolution: small products per data point spare a transposing copy
+            last = values.permute(0, 2, 3, 1)
+            self.upper += (last @ last.mT).sum(0)
+        else:
+            self.waiting.append(values.reshape(count * shared, groups, width))
+            if sum(map(len, self.waiting)) >= FEW_ROWS:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self.waiting:
+            rows = self.waiting[0] if len(self.waiting) == 1 else torch.cat(self.waiting)
+            self.waiting.clear()
+            add_product(self.upper, rows.permute(1, 2, 0))
+
+    def matrix(self) -> Float[Tensor, "k d d"]:
+        self._flush()
+        return mirrored(self.upper)
+
+
 def merged(left: Float[Tensor, "r n *rest"]) -> Float[Tensor, "m *rest"]:
     """Cotangents and data points as one axis, in whichever order needs no copy."""
     by_point = left.transpose(0, 1)
     return by_point.flatten(0, 1) if by_point.stride(0) == by_point.stride(1) * left.shape[0] else left.flatten(0, 1)
-
-
-def add_gram(total: Float[Tensor, "k d d"], values: Float[Tensor, "m t k d"]) -> None:
-    """total += upper triangle of the sum over m, t of v v^T, whichever way the values lie in memory."""
-    count, shared, groups, width = values.shape
-    last = values.permute(2, 3, 0, 1)
-    if last.is_contiguous() and not values.is_contiguous():
-        add_product(total, last.flatten(2))  # patches of a convolution: positions are last in memory
-    elif shared > width and not values.is_contiguous():
-        # gradients of a convolution: small products per data point spare a transposing copy
-        last = values.permute(0, 2, 3, 1)
-        total += (last @ last.mT).sum(0)
-    else:
-        add_product(total, values.reshape(count * shared, groups, width).permute(1, 2, 0))
 
 
 def add_product(total: Float[Tensor, "k d d"], last: Float[Tensor, "k d m"]) -> None:

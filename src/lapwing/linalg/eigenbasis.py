@@ -44,8 +44,8 @@ from lapwing.linalg.rows import (
     Piece,
     assemble,
     chunks,
-    contract,
     contract_bytes,
+    contract_folded,
     rows_of,
 )
 
@@ -288,13 +288,14 @@ class KroneckerPrecision(Precision):
         cols_before = piece.shared < count * self.layout.rows
         grams = []
         for part in self.parts:
-            left, right = piece.left, piece.right[..., part.part]
-            left = _rotate_vectors(left, part.row_vectors if rows_before else None)
-            right = _rotate_vectors(right, part.col_vectors if cols_before else None)
+            right = _rotate_vectors(piece.right[..., part.part], part.col_vectors if cols_before else None)
             weight = part.values.reciprocal().flatten()
             blocks = []
-            for points in chunks(batch, contract_bytes(left, right.shape[-1]), CACHE):
-                matrix = contract(left[:, points], right[points])
+            for points in chunks(batch, contract_bytes(piece.left, right.shape[-1]), CACHE):
+                left = piece.left[:, points].permute(1, 3, 0, 4, 2)  # [n, k, r, o, t]
+                if rows_before and part.row_vectors is not None:
+                    left = part.row_vectors.mT.unsqueeze(1) @ left
+                matrix = contract_folded(left, right[points])
                 matrix = _rotate_last(matrix, None if cols_before else part.col_vectors)
                 matrix = _rotate_last(matrix.mT, None if rows_before else part.row_vectors).mT
                 blocks.append(matrix_gram(matrix.flatten(2), weight))

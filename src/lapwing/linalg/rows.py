@@ -134,11 +134,17 @@ def contract(
     left: Float[Tensor, "r n t groups rows"], right: Float[Tensor, "n t groups width"]
 ) -> Float[Tensor, "n r groups rows width"]:
     """sum_t left (x) right, data points first: one product per data point and group, all cotangents at once."""
-    count, batch, shared, groups, rows = left.shape
-    if shared == 1:
+    if left.shape[2] == 1:
         return left[:, :, 0, :, :, None].transpose(0, 1) * right[:, 0, None, :, None, :]
-    folded = left.permute(1, 3, 0, 4, 2).reshape(batch, groups, count * rows, shared)
-    return (folded @ right.permute(0, 2, 1, 3)).unflatten(2, (count, rows)).transpose(1, 2)
+    return contract_folded(left.permute(1, 3, 0, 4, 2), right)
+
+
+def contract_folded(
+    left: Float[Tensor, "n groups r rows t"], right: Float[Tensor, "n t groups width"]
+) -> Float[Tensor, "n r groups rows width"]:
+    """As `contract`, for cotangents whose positions come last, as those of a convolution lie in memory."""
+    count, rows = left.shape[2:4]
+    return (left.flatten(2, 3) @ right.permute(0, 2, 1, 3)).unflatten(2, (count, rows)).transpose(1, 2)
 
 
 def contract_bytes(left: Float[Tensor, "r n t groups rows"], width: int) -> int:
@@ -294,3 +300,25 @@ def spelled_out(piece: Piece) -> DenseRows:
     return DenseRows(
         start, assemble([piece.moved(Segments(((start, stop),)))], stop - start, slice(0, rows_of(piece)[1]))
     )
+
+
+def push(pieces: Sequence[Piece], deltas: Float[Tensor, "s size"], budget: int) -> Float[Tensor, "s n r"]:
+    """row[r,n] . delta[s] for many directions at once, in factored form: no row is spelled out."""
+    count, batch = rows_of(pieces[0])
+    out = deltas.new_zeros(len(deltas), batch, count)
+    for piece in pieces:
+        if isinstance(piece, DenseRows):
+            out += torch.einsum("r n p, s p -> s n r", piece.values, deltas[:, slice(*piece.segments[0])])
+            continue
+        values = piece.left if isinstance(piece, LookupRows) else piece.left.flatten(3)
+        each = values[0].numel() * values.element_size() + piece.layout.width * piece.layout.rows * 8
+        for part in chunks(len(deltas), 2 * each, budget):
+            out[part] += _push(piece, piece.layout.gather(deltas[part]))
+    return out
+
+
+def _push(piece: OuterRows | LookupRows, moved: Float[Tensor, "s groups rows width"]) -> Float[Tensor, "s n r"]:
+    if isinstance(piece, LookupRows):
+        return torch.einsum("r n t e, s n t e -> s n r", piece.left, moved[:, 0][:, piece.index])
+    outputs = torch.einsum("n t k i, s k o i -> s n t k o", piece.right, moved)
+    return torch.einsum("r n t k o, s n t k o -> s n r", piece.left, outputs)

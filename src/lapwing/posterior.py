@@ -1,0 +1,68 @@
+"""Gaussian: the Laplace posterior N(mean, precision^-1) over the weights. Holds a vector [P] and a `Precision`.
+
+>>> import torch
+>>> from lapwing.linalg import Diagonal
+>>> posterior = Gaussian(torch.zeros(2), Diagonal(torch.tensor([3.0, 1.0])).with_prior(1.0))
+>>> posterior.variance()
+tensor([0.2500, 0.5000])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log, pi
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import ParameterError
+from lapwing.linalg import LinearMap, Precision
+from lapwing.linalg.rows import DEFAULT_BUDGET, push
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """N(mean, precision^-1) over a flat parameter vector."""
+
+    mean: Float[Tensor, " params"]
+    precision: Precision
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != self.precision.size:
+            raise ParameterError(
+                f"the mean has {len(self.mean)} entries and the precision {self.precision.size}; expected as many."
+            )
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        """n weight vectors."""
+        return self.mean + self.precision.draw(n, generator)
+
+    def log_prob(self, theta: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch"]:
+        """The density's logarithm, every constant included."""
+        away = theta - self.mean
+        square = (away * self.precision.mv(away)).sum(-1)
+        return (self.precision.logdet() - square - len(self.mean) * log(2 * pi)) / 2
+
+    def variance(self) -> Float[Tensor, " params"]:
+        """Marginal variance of every weight."""
+        return self.precision.variance()
+
+    # -- in function space: the network linearised at the mean -----------------------------------------------------
+
+    def covariance(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs outputs"]:
+        """Covariance of the outputs of each input, J Sigma J^T."""
+        return self.precision.covariance(linear_map)
+
+    def joint_covariance(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs batch outputs"]:
+        """Covariance between the outputs of all inputs; spells out J [B, C, P], so for small batches."""
+        rows = linear_map.rows()
+        return torch.einsum("b c p, d e p -> b c d e", rows, self.precision.solve(rows))
+
+    def functional_draws(
+        self, linear_map: LinearMap, n: int, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "n batch outputs"]:
+        """n draws of J (theta - mean): a draw of the weights moves all inputs together, as it should."""
+        deltas = self.precision.draw(n, generator)
+        parts = [push(part.pieces(), deltas, DEFAULT_BUDGET) for part in linear_map.parts()]
+        return torch.cat(parts, dim=1)

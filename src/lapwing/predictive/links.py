@@ -1,0 +1,84 @@
+"""Class probabilities from Gaussian logits N(mean, covariance): closed forms, quadrature, and the Laplace bridge.
+
+probit          softmax(mean / sqrt(1 + pi/8 variance)), each logit by its own variance: the tutorial's form
+probit_full     the same idea for differences of logits, which keeps their correlations; exact scaling for two classes
+bridge          the Dirichlet whose Laplace approximation in the logits has this mean and variance
+bridge_norm     as bridge, with logits rescaled to the variance for which it is accurate
+quadrature      Gauss-Hermite, for a single logit: exact to rounding
+
+>>> import torch
+>>> probit(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 3.0]]))
+tensor([[0.5000, 0.5000]])
+"""
+
+from __future__ import annotations
+
+from math import pi
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def probit(mean: Float[Tensor, "*batch classes"], variance: Float[Tensor, "*batch classes"]) -> Tensor:
+    """[*batch, C]: the sigmoid of one logit (C = 1), or the softmax, of logits shrunk by their own variance."""
+    shrunk = mean / torch.sqrt(1 + pi / 8 * variance)
+    return torch.sigmoid(shrunk) if mean.shape[-1] == 1 else torch.softmax(shrunk, dim=-1)
+
+
+def probit_full(
+    mean: Float[Tensor, "*batch classes"], covariance: Float[Tensor, "*batch classes classes"]
+) -> Float[Tensor, "*batch classes"]:
+    """p_k ~ 1 / sum_j exp(-(f_k - f_j) / sqrt(1 + pi/8 Var(f_k - f_j))), normalised; a shift of all logits cancels."""
+    if mean.shape[-1] == 1:
+        return probit(mean, covariance[..., 0])
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    difference = mean.unsqueeze(-1) - mean.unsqueeze(-2)
+    spread = variance.unsqueeze(-1) + variance.unsqueeze(-2) - 2 * covariance
+    scores = -torch.logsumexp(-difference / torch.sqrt(1 + pi / 8 * spread.clamp_min(0)), dim=-1)
+    return torch.softmax(scores, dim=-1)
+
+
+def quadrature(
+    mean: Float[Tensor, "*batch 1"], variance: Float[Tensor, "*batch 1"], points: int = 64
+) -> Float[Tensor, "*batch 1"]:
+    """E sigmoid(f) for one Gaussian logit, by Gauss-Hermite quadrature."""
+    nodes, weights = np.polynomial.hermite.hermgauss(points)
+    nodes = torch.as_tensor(nodes, dtype=mean.dtype, device=mean.device)
+    weights = torch.as_tensor(weights / np.sqrt(pi), dtype=mean.dtype, device=mean.device)
+    return torch.sigmoid(mean + torch.sqrt(2 * variance) * nodes) @ weights.unsqueeze(-1)
+
+
+def dirichlet(
+    mean: Float[Tensor, "*batch classes"],
+    covariance: Float[Tensor, "*batch classes classes"],
+    normalise: bool = False,
+) -> Float[Tensor, "*batch classes"]:
+    """Parameters alpha of the Dirichlet that the Laplace bridge assigns to Gaussian logits.
+
+    The bridge is derived for logits that sum to zero: the Gaussian is first conditioned on that. It is accurate for
+    variances of about sqrt(C / 2); `normalise` rescales the logits there, as for large variances it overstates itself.
+    """
+    classes = mean.shape[-1]
+    row = covariance.sum(-1)
+    total = row.sum(-1, keepdim=True)
+    mean = mean - row * mean.sum(-1, keepdim=True) / total
+    covariance = covariance - row.unsqueeze(-1) * row.unsqueeze(-2) / total.unsqueeze(-1)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    if normalise:
+        scale = variance.mean(-1, keepdim=True) / (classes / 2) ** 0.5
+        mean, variance = mean / scale.sqrt(), variance / scale
+    return (1 - 2 / classes + mean.exp() / classes**2 * (-mean).exp().sum(-1, keepdim=True)) / variance
+
+
+def bridge(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Mean of the Laplace bridge's Dirichlet."""
+    alpha = dirichlet(mean, covariance)
+    return alpha / alpha.sum(-1, keepdim=True)
+
+
+def bridge_norm(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Mean of the normalised Laplace bridge's Dirichlet."""
+    alpha = dirichlet(mean, covariance, normalise=True)
+    return alpha / alpha.sum(-1, keepdim=True)
