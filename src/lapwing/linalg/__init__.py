@@ -3,7 +3,8 @@
 from lapwing.linalg.blocks import Block, Blocks, BlocksPrecision
 from lapwing.linalg.dense import CholeskyPrecision, Dense, EigenPrecision
 from lapwing.linalg.diagonal import Diagonal, DiagonalPrecision
-from lapwing.linalg.eigenbasis import Kronecker, KroneckerPrecision, Term, nearest_kronecker
+from lapwing.linalg.eigenbasis import Kronecker, KroneckerPrecision
+from lapwing.linalg.factors import Term, nearest_kronecker
 from lapwing.linalg.psd import Curvature, LinearMap, Precision
 from lapwing.linalg.rows import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece, Segments
 

@@ -23,15 +23,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.factors import (
+    Factor,
+    Term,
+    apply,
+    cut,
+    diagonal_of,
+    eigen,
+    factored_eigenvalues,
+    last_entry,
+    nearest_kronecker,
+)
 from lapwing.linalg.gram import lookup_gram, matrix_gram, outer_gram
 from lapwing.linalg.psd import (
     Curvature,
     Multiple,
     Precision,
-    check_finite,
     check_positive,
     check_prior,
-    eigh_psd,
     normal,
     same_kind,
 )
@@ -48,21 +57,6 @@ from lapwing.linalg.rows import (
     contract_folded,
     rows_of,
 )
-
-Factor = Tensor
-"""[K, d, d], or [K, d] for a diagonal matrix."""
-
-
-@dataclass(frozen=True, eq=False)
-class Term:
-    """Sums over data of one role of a weight: column side A [K, width, width], row side G [K, O, O], and the count."""
-
-    cols: Factor
-    rows: Factor
-    count: float
-
-    def __add__(self, other: Term) -> Term:
-        return Term(_add(self.cols, other.cols), _add(self.rows, other.rows), self.count + other.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +111,12 @@ class Kronecker(Curvature):
         matrix = self.layout.gather(v)
         out = torch.empty_like(matrix)
         for part in self._parts(self.joint_bias):
-            out[..., part] = _apply(matrix[..., part], _cut(cols, part), rows)
+            out[..., part] = apply(matrix[..., part], cut(cols, part), rows)
         return self._flat(out)
 
     def diagonal(self) -> Float[Tensor, " params"]:
         cols, rows = self.factors
-        return self._flat(_diag(rows)[:, :, None] * _diag(cols)[:, None, :])
+        return self._flat(diagonal_of(rows)[:, :, None] * diagonal_of(cols)[:, None, :])
 
     def dense(self) -> Float[Tensor, "params params"]:
         return self.mv(torch.eye(self.size, dtype=self.terms[0].rows.dtype, device=self.terms[0].rows.device))
@@ -142,19 +136,19 @@ class Kronecker(Curvature):
         if self.multiple is not None:
             values, vectors = self.multiple.of._eigen_rows
             return values * self.multiple.scale, vectors
-        return _eigen(self.factors[1], "the output factor of a Kronecker block")
+        return eigen(self.factors[1], "the output factor of a Kronecker block")
 
     @cached_property
     def _eigen_joint(self) -> list[tuple[Tensor, Tensor | None]]:
         if self.multiple is not None:
             return self.multiple.of._eigen_joint
-        return [_eigen(_cut(self.factors[0], part), "an input factor") for part in self._parts(joint=True)]
+        return [eigen(cut(self.factors[0], part), "an input factor") for part in self._parts(joint=True)]
 
     @cached_property
     def _eigen_separate(self) -> list[tuple[Tensor, Tensor | None]]:
         if self.multiple is not None:
             return self.multiple.of._eigen_separate
-        return [_eigen(_cut(self.factors[0], part), "an input factor") for part in self._parts(joint=False)]
+        return [eigen(cut(self.factors[0], part), "an input factor") for part in self._parts(joint=False)]
 
     def with_prior(self, precision: float | int | Tensor) -> KroneckerPrecision:
         """Exact for one precision, or one for the weight and one for the bias (which then decouples the two)."""
@@ -169,7 +163,7 @@ class Kronecker(Curvature):
             if joint and len(deltas) == 2:  # equal numbers, but perhaps two variables
                 delta = self._both(deltas, col_values, col_vectors)
             if self.factored_damping:
-                values = _factored(row_values, col_values, delta.mean())
+                values = factored_eigenvalues(row_values, col_values, delta.mean())
             else:
                 values = row_values[:, :, None] * col_values[:, None, :] + delta
             check_positive(values.detach(), "Kronecker curvature + prior")
@@ -178,7 +172,7 @@ class Kronecker(Curvature):
 
     def _both(self, deltas: list[Tensor], col_values: Tensor, col_vectors: Tensor | None) -> Tensor:
         """The prior of weight and bias, each by its share of an eigenvector: the derivative of logdet is then exact."""
-        bias = _last_entry(col_values, col_vectors).square().unsqueeze(1)
+        bias = last_entry(col_values, col_vectors).square().unsqueeze(1)
         return deltas[0] + (deltas[1] - deltas[0]) * bias
 
     def _priors(self, delta: Tensor) -> tuple[list[Tensor], bool]:
@@ -318,70 +312,6 @@ class KroneckerPrecision(Precision):
         return torch.cat(total)
 
 
-def nearest_kronecker(terms: Sequence[Term]) -> tuple[Factor, Factor]:
-    """A and G that minimise |G (x) A - sum_i G_i (x) A_i / count_i| in Frobenius norm, for each group.
-
-    With M the sum as a matrix vec(G) vec(A)^T (Van Loan), this is its first singular pair. It lies in the spans of the
-    A_i and G_i, so that an eigenproblem of the size of the number of terms finds it: G = sum_i x_i G_i with
-    (D C D R) x = s^2 x, where R and C hold the inner products of the G_i and of the A_i, and D = diag(1 / count). These
-    are not negative for PSD matrices, so that |x| is a solution where x is, and the factors are PSD.
-    """
-    cols, rows = _same_form([term.cols for term in terms]), _same_form([term.rows for term in terms])
-    share = torch.tensor([1 / max(term.count, 1) for term in terms], dtype=torch.float64, device=rows.device)
-    col_gram = torch.einsum("i k d, j k d -> k i j", cols.flatten(2).double(), cols.flatten(2).double())
-    row_gram = torch.einsum("i k d, j k d -> k i j", rows.flatten(2).double(), rows.flatten(2).double())
-    weighted = share[:, None] * col_gram * share  # D C D
-    values, vectors = torch.linalg.eigh(row_gram)
-    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)) @ vectors.mT  # R^(1/2): D C D R made symmetric
-    first = torch.linalg.eigh(root @ weighted @ root)[1][..., -1:]
-    mix = (weighted @ root @ first).abs().squeeze(-1).mT  # [i, k]
-    mix = mix / mix.amax(0).clamp_min(torch.finfo(mix.dtype).tiny)
-    row = torch.einsum("i k, i k ... -> k ...", mix.to(rows.dtype), rows)
-    norm = row.flatten(1).square().sum(1).clamp_min(torch.finfo(row.dtype).tiny)
-    onto = torch.einsum("i k d, k d -> i k", rows.flatten(2), row.flatten(1)) / norm
-    return torch.einsum("i k, i k ... -> k ...", onto * share[:, None].to(onto.dtype), cols), row
-
-
-def _same_form(factors: Sequence[Factor]) -> Tensor:
-    if len({factor.dim() for factor in factors}) > 1:
-        factors = [factor if factor.dim() == 3 else torch.diag_embed(factor) for factor in factors]
-    return torch.stack(list(factors))
-
-
-def _add(a: Factor, b: Factor) -> Factor:
-    return _same_form([a, b]).sum(0)
-
-
-def _diag(factor: Factor) -> Tensor:
-    return factor if factor.dim() == 2 else factor.diagonal(dim1=1, dim2=2)
-
-
-def _cut(factor: Factor, part: slice) -> Factor:
-    return factor[:, part] if factor.dim() == 2 else factor[:, part, part]
-
-
-def _apply(matrix: Tensor, cols: Factor, rows: Factor) -> Tensor:
-    """G M A for each group."""
-    matrix = matrix * rows[:, :, None] if rows.dim() == 2 else rows @ matrix
-    return matrix * cols[:, None, :] if cols.dim() == 2 else matrix @ cols
-
-
-def _eigen(factor: Factor, what: str) -> tuple[Tensor, Tensor | None]:
-    if factor.dim() == 2:
-        check_finite(factor, what)
-        return factor, None
-    return eigh_psd(factor, what)
-
-
-def _last_entry(values: Tensor, vectors: Tensor | None) -> Float[Tensor, "groups width"]:
-    """The last entry, that of the bias, of every eigenvector."""
-    if vectors is not None:
-        return vectors[:, -1, :]
-    last = torch.zeros_like(values)
-    last[:, -1] = 1
-    return last
-
-
 def _rotate_vectors(vectors: Float[Tensor, "*batch groups d"], rotation: Tensor | None) -> Tensor:
     if rotation is None:
         return vectors
@@ -394,12 +324,3 @@ def _rotate_last(matrix: Float[Tensor, "*batch groups rows d"], rotation: Tensor
     if rotation is None:
         return matrix
     return matrix @ (rotation[0] if rotation.shape[0] == 1 else rotation)
-
-
-def _factored(row_values: Tensor, col_values: Tensor, delta: Tensor) -> Tensor:
-    """Eigenvalues of (A + w sqrt(d) I) (x) (G + sqrt(d) / w I), w = sqrt(tr A dim G / (tr G dim A))."""
-    tiny = torch.finfo(row_values.dtype).tiny
-    mean_col, mean_row = col_values.mean(1).clamp_min(tiny), row_values.mean(1).clamp_min(tiny)
-    omega = (mean_col / mean_row).sqrt()
-    root = delta.sqrt()
-    return (row_values + root / omega[:, None])[:, :, None] * (col_values + root * omega[:, None])[:, None, :]

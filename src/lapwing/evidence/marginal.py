@@ -1,0 +1,86 @@
+"""Evidence: the log marginal likelihood after one data pass, as a function of prior precisions, noise and temperature.
+
+    log Z = log p(y | f*) + log p(theta*) + (P / 2) log 2 pi - 1/2 log det(H / (sigma^2 T) + prior)
+
+Every constant is in it: for a linear-Gaussian model at its mode it is the log marginal likelihood, to rounding. The
+curvature is decomposed once; every further evaluation costs O(P) or so and is differentiable in all arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import pi
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import CurvatureError
+from lapwing.linalg import Curvature, Precision
+from lapwing.priors import Prior
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianFit:
+    """What the noise level needs to know of a regression: the number of targets and the sum of squared residuals."""
+
+    targets: int
+    squares: Float[Tensor, ""]
+
+    def log_likelihood(self, sigma: Tensor) -> Float[Tensor, ""]:
+        """sum log N(y | f*, sigma^2)."""
+        return -self.targets / 2 * torch.log(2 * pi * sigma**2) - self.squares / (2 * sigma**2)
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """`fit` is the log-likelihood at the mode, or a `GaussianFit` when the noise level is free.
+
+    With a `GaussianFit`, `curvature` is the one at unit noise.
+    """
+
+    curvature: Curvature
+    mean: Float[Tensor, " params"]
+    fit: Float[Tensor, ""] | GaussianFit
+
+    @property
+    def has_noise(self) -> bool:
+        return isinstance(self.fit, GaussianFit)
+
+    def precision(self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Precision:
+        """The posterior precision."""
+        scale = 1 / (self._noise(sigma) ** 2 * self._positive(temperature, "temperature"))
+        plain = not scale.requires_grad and float(scale) == 1
+        return (self.curvature if plain else self.curvature * scale).with_prior(prior.precision())
+
+    def log_marginal(
+        self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0
+    ) -> Float[Tensor, ""]:
+        """log Z of the Laplace approximation; a temperature divides the log-likelihood as it does the curvature."""
+        sigma = self._noise(sigma)
+        fit = self.fit.log_likelihood(sigma) if isinstance(self.fit, GaussianFit) else self.fit
+        logdet = self.precision(prior, sigma, temperature).logdet()
+        ratio = (prior.logdet() - prior.scatter(self.mean) - logdet) / 2
+        return fit / self._positive(temperature, "temperature") + ratio
+
+    def effective_parameters(
+        self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0
+    ) -> Float[Tensor, " groups"]:
+        """gamma of every group: how many of its parameters the data determine, sum lambda / (lambda + prior)."""
+        variance = self.precision(prior, sigma, temperature).variance()
+        return prior.entries() - prior.precisions * prior.sums(variance)
+
+    def _noise(self, sigma: float | Tensor) -> Tensor:
+        sigma = self._positive(sigma, "sigma")
+        if not self.has_noise and (sigma.requires_grad or float(sigma) != 1):
+            raise CurvatureError(
+                "a noise level was given for a likelihood that has none; expected sigma = 1. Only Gaussian regression "
+                "has a free noise level."
+            )
+        return sigma
+
+    def _positive(self, value: float | Tensor, name: str) -> Tensor:
+        number = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device).reshape(())
+        if not bool(torch.isfinite(number)) or bool(number <= 0):
+            raise CurvatureError(f"{name} is {float(number)}; expected a finite number > 0.")
+        return number

@@ -1,0 +1,119 @@
+"""Hyper-parameters from the evidence: by its gradient, or by MacKay's fixed point. No data pass; one decomposition.
+
+    gradient   L-BFGS on log precisions and log sigma, to convergence
+    mackay     alpha = gamma / |theta - mean|^2 per group, sigma^2 = SSE / (N - gamma), repeated until it stands still
+
+Both end at a stationary point of the evidence. MacKay's updates need no line search but take many rounds where gamma is
+nearly the number of parameters; the gradient method also handles priors for which a group has no effect on the data.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import CurvatureError, LapwingWarning
+from lapwing.evidence.marginal import Evidence, GaussianFit
+from lapwing.priors import Prior
+
+LOWEST, HIGHEST = 1e-10, 1e10
+"""Range of precisions: a group that the data say nothing about would otherwise go to infinity."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """The prior and noise level found, the evidence there, and whether the search had come to rest."""
+
+    prior: Prior
+    sigma: Float[Tensor, ""]
+    log_marginal: Float[Tensor, ""]
+    converged: bool
+    rounds: int
+
+
+def gradient(
+    evidence: Evidence, prior: Prior, sigma: float | Tensor = 1.0, rounds: int = 100, tolerance: float = 1e-6
+) -> Tuned:
+    """Maximises the evidence in the prior precisions, and in sigma where there is a noise level."""
+    start = prior.precisions.detach().clamp(LOWEST, HIGHEST).log()
+    noise = torch.as_tensor(sigma, dtype=start.dtype, device=start.device).reshape(1).log()
+    free = torch.cat([start, noise]) if evidence.has_noise else start
+    free = free.clone().requires_grad_()
+
+    def read() -> tuple[Prior, Tensor]:
+        count = len(start)
+        precisions = free[:count].exp().clamp(LOWEST, HIGHEST)
+        return prior.with_precisions(precisions), free[count].exp() if evidence.has_noise else torch.ones_like(free[0])
+
+    optimiser = torch.optim.LBFGS(
+        [free], max_iter=rounds, tolerance_grad=tolerance, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> float:
+        optimiser.zero_grad()
+        with torch.enable_grad():
+            found, level = read()
+            loss = -evidence.log_marginal(found, level)
+        if not bool(torch.isfinite(loss)):
+            raise CurvatureError(f"the evidence is {float(-loss.detach())} at prior precisions {found.precisions.tolist()[:5]}.")
+        loss.backward()
+        return float(loss.detach())
+
+    optimiser.step(closure)
+    closure()
+    assert free.grad is not None
+    free_to_move = (free.detach() > -22) & (free.detach() < 22)
+    rest = float((free.grad * free_to_move).abs().max()) if len(free) else 0.0
+    with torch.no_grad():
+        found, level = read()
+        value = evidence.log_marginal(found, level)
+    converged = rest <= max(100 * tolerance, torch.finfo(free.dtype).eps ** 0.5 * float(1 + value.abs()))
+    taken = int(optimiser.state[free].get("n_iter", 0))
+    return _checked(Tuned(_detached(found), level.detach(), value, converged, taken), "gradient")
+
+
+def mackay(
+    evidence: Evidence, prior: Prior, sigma: float | Tensor = 1.0, rounds: int = 1000, tolerance: float = 1e-8
+) -> Tuned:
+    """MacKay's re-estimation of one precision per group, and of the noise level."""
+    squares = prior.sums((evidence.mean - prior.mean).square())
+    level = torch.as_tensor(sigma, dtype=squares.dtype, device=squares.device)
+    found, converged, taken = _detached(prior), False, 0
+    with torch.no_grad():
+        while not converged and taken < rounds:
+            taken += 1
+            gamma = evidence.effective_parameters(found, level).clamp_min(0)
+            precisions = (gamma / squares.clamp_min(torch.finfo(squares.dtype).tiny)).clamp(LOWEST, HIGHEST)
+            fresh = level
+            if isinstance(evidence.fit, GaussianFit):
+                left = evidence.fit.targets - gamma.sum()
+                if bool(left <= 0):
+                    raise CurvatureError(
+                        f"the data determine {float(gamma.sum()):.1f} parameters with {evidence.fit.targets} targets, "
+                        "which leaves nothing to estimate the noise from; expected fewer. Fix sigma, or start from a "
+                        "larger prior precision."
+                    )
+                fresh = (evidence.fit.squares / left).sqrt()
+            change = torch.cat([(precisions / found.precisions).log(), (fresh / level).log().reshape(1)]).abs().max()
+            found, level = found.with_precisions(precisions), fresh
+            converged = bool(change < tolerance)
+        value = evidence.log_marginal(found, level)
+    return _checked(Tuned(found, level, value, converged, taken), "mackay")
+
+
+def _detached(prior: Prior) -> Prior:
+    return prior.with_precisions(prior.precisions.detach())
+
+
+def _checked(tuned: Tuned, method: str) -> Tuned:
+    if not tuned.converged:
+        warnings.warn(
+            f"{method} had not come to rest after {tuned.rounds} rounds; raise rounds, or start elsewhere.",
+            LapwingWarning,
+            stacklevel=3,
+        )
+    return tuned

@@ -1,0 +1,103 @@
+"""Factors of Kronecker products: sums over data, their eigenbasis, and the product nearest to a sum of several.
+
+A factor is a batch of symmetric matrices [K, d, d], or [K, d] for diagonal ones (token counts of an embedding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.linalg.psd import check_finite, eigh_psd
+
+Factor = Tensor
+"""[K, d, d], or [K, d] for a diagonal matrix."""
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """Sums over data of one role of a weight: column side A [K, width, width], row side G [K, O, O], and the count."""
+
+    cols: Factor
+    rows: Factor
+    count: float
+
+    def __add__(self, other: Term) -> Term:
+        return Term(_add(self.cols, other.cols), _add(self.rows, other.rows), self.count + other.count)
+
+
+def nearest_kronecker(terms: Sequence[Term]) -> tuple[Factor, Factor]:
+    """A and G that minimise |G (x) A - sum_i G_i (x) A_i / count_i| in Frobenius norm, for each group.
+
+    With M the sum as a matrix vec(G) vec(A)^T (Van Loan), this is its first singular pair. It lies in the spans of the
+    A_i and G_i, so that an eigenproblem of the size of the number of terms finds it: G = sum_i x_i G_i with
+    (D C D R) x = s^2 x, where R and C hold the inner products of the G_i and of the A_i, and D = diag(1 / count). These
+    are not negative for PSD matrices, so that |x| is a solution where x is, and the factors are PSD.
+    """
+    cols, rows = _same_form([term.cols for term in terms]), _same_form([term.rows for term in terms])
+    share = torch.tensor([1 / max(term.count, 1) for term in terms], dtype=torch.float64, device=rows.device)
+    col_gram = torch.einsum("i k d, j k d -> k i j", cols.flatten(2).double(), cols.flatten(2).double())
+    row_gram = torch.einsum("i k d, j k d -> k i j", rows.flatten(2).double(), rows.flatten(2).double())
+    weighted = share[:, None] * col_gram * share  # D C D
+    values, vectors = torch.linalg.eigh(row_gram)
+    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)) @ vectors.mT  # R^(1/2): D C D R made symmetric
+    first = torch.linalg.eigh(root @ weighted @ root)[1][..., -1:]
+    mix = (weighted @ root @ first).abs().squeeze(-1).mT  # [i, k]
+    mix = mix / mix.amax(0).clamp_min(torch.finfo(mix.dtype).tiny)
+    row = torch.einsum("i k, i k ... -> k ...", mix.to(rows.dtype), rows)
+    norm = row.flatten(1).square().sum(1).clamp_min(torch.finfo(row.dtype).tiny)
+    onto = torch.einsum("i k d, k d -> i k", rows.flatten(2), row.flatten(1)) / norm
+    return torch.einsum("i k, i k ... -> k ...", onto * share[:, None].to(onto.dtype), cols), row
+
+
+def _same_form(factors: Sequence[Factor]) -> Tensor:
+    if len({factor.dim() for factor in factors}) > 1:
+        factors = [factor if factor.dim() == 3 else torch.diag_embed(factor) for factor in factors]
+    return torch.stack(list(factors))
+
+
+def _add(a: Factor, b: Factor) -> Factor:
+    return _same_form([a, b]).sum(0)
+
+
+def diagonal_of(factor: Factor) -> Tensor:
+    return factor if factor.dim() == 2 else factor.diagonal(dim1=1, dim2=2)
+
+
+def cut(factor: Factor, part: slice) -> Factor:
+    return factor[:, part] if factor.dim() == 2 else factor[:, part, part]
+
+
+def apply(matrix: Tensor, cols: Factor, rows: Factor) -> Tensor:
+    """G M A for each group."""
+    matrix = matrix * rows[:, :, None] if rows.dim() == 2 else rows @ matrix
+    return matrix * cols[:, None, :] if cols.dim() == 2 else matrix @ cols
+
+
+def eigen(factor: Factor, what: str) -> tuple[Tensor, Tensor | None]:
+    if factor.dim() == 2:
+        check_finite(factor, what)
+        return factor, None
+    return eigh_psd(factor, what)
+
+
+def last_entry(values: Tensor, vectors: Tensor | None) -> Float[Tensor, "groups width"]:
+    """The last entry, that of the bias, of every eigenvector."""
+    if vectors is not None:
+        return vectors[:, -1, :]
+    last = torch.zeros_like(values)
+    last[:, -1] = 1
+    return last
+
+
+def factored_eigenvalues(row_values: Tensor, col_values: Tensor, delta: Tensor) -> Tensor:
+    """Eigenvalues of (A + w sqrt(d) I) (x) (G + sqrt(d) / w I), w = sqrt(tr A dim G / (tr G dim A))."""
+    tiny = torch.finfo(row_values.dtype).tiny
+    mean_col, mean_row = col_values.mean(1).clamp_min(tiny), row_values.mean(1).clamp_min(tiny)
+    omega = (mean_col / mean_row).sqrt()
+    root = delta.sqrt()
+    return (row_values + root / omega[:, None])[:, :, None] * (col_values + root * omega[:, None])[:, None, :]

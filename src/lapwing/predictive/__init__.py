@@ -1,0 +1,18 @@
+"""From a Gaussian over the weights to predictions: linearised in closed form or by draws, or the network sampled."""
+
+from lapwing.predictive.glm import draws, moments, probabilities
+from lapwing.predictive.links import bridge, bridge_norm, dirichlet, probit, probit_full, quadrature
+from lapwing.predictive.sampled import network_draws
+
+__all__ = [
+    "bridge",
+    "bridge_norm",
+    "dirichlet",
+    "draws",
+    "moments",
+    "network_draws",
+    "probabilities",
+    "probit",
+    "probit_full",
+    "quadrature",
+]

@@ -1,0 +1,54 @@
+"""Predictions of the linearised network: f(x) ~ N(f*, J Sigma J^T), closed form or by draws of the function.
+
+Outputs keep the network's shape [B, *out]; covariances are over all outputs of a data point, [B, C, C].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import LapwingError
+from lapwing.posterior import Gaussian
+from lapwing.predictive.links import bridge, bridge_norm, probit, probit_full
+from lapwing.tangent import Linearisation
+
+LINKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "probit": lambda mean, covariance: probit(mean, covariance.diagonal(dim1=-2, dim2=-1)),
+    "probit_full": probit_full,
+    "bridge": bridge,
+    "bridge_norm": bridge_norm,
+}
+
+
+def moments(
+    posterior: Gaussian, linear: Linearisation, sigma: float | Tensor | None = None
+) -> tuple[Float[Tensor, "batch *out"], Float[Tensor, "batch outputs outputs"]]:
+    """Mean and covariance of the function; with `sigma`, of noisy observations of it."""
+    covariance = posterior.covariance(linear)
+    if sigma is not None:
+        noise = torch.as_tensor(sigma, dtype=covariance.dtype, device=covariance.device).square()
+        covariance = covariance + torch.diag_embed(noise.expand(covariance.shape[-1]))
+    return linear.value, covariance
+
+
+def probabilities(posterior: Gaussian, linear: Linearisation, link: str = "probit") -> Float[Tensor, "batch classes"]:
+    """Class probabilities in closed form, for outputs [B, C]; `link` names one of LINKS."""
+    if link not in LINKS:
+        raise LapwingError(f"unknown link {link!r}; expected one of {sorted(LINKS)}.")
+    if linear.value.dim() != 2:
+        raise LapwingError(
+            f"the outputs have shape {tuple(linear.value.shape)}; a closed form needs [batch, classes]. Use `draws`."
+        )
+    return LINKS[link](*moments(posterior, linear))
+
+
+def draws(
+    posterior: Gaussian, linear: Linearisation, n: int, generator: torch.Generator | None = None
+) -> Float[Tensor, "n batch *out"]:
+    """n draws of the linearised function: each moves all inputs of the batch by one draw of the weights."""
+    moved = posterior.functional_draws(linear, n, generator)
+    return linear.value + moved.reshape(n, *linear.value.shape)

@@ -1,0 +1,89 @@
+"""Closed forms for class probabilities, against quadrature and long Monte-Carlo runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lapwing.predictive import bridge, bridge_norm, dirichlet, probit, probit_full, quadrature
+
+
+def random_logits(classes: int, scale: float) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(classes)
+    root = scale * torch.randn(6, classes, classes, generator=generator, dtype=torch.float64)
+    mean = 2 * torch.randn(6, classes, generator=generator, dtype=torch.float64)
+    return mean, root @ root.mT / classes + 0.05 * torch.eye(classes, dtype=torch.float64)
+
+
+def monte_carlo(mean: Tensor, covariance: Tensor, count: int = 100_000) -> Tensor:
+    noise = torch.randn(count, *mean.shape, generator=torch.Generator().manual_seed(0), dtype=mean.dtype)
+    return torch.softmax(mean + torch.einsum("bij,sbj->sbi", torch.linalg.cholesky(covariance), noise), -1).mean(0)
+
+
+def test_quadrature_is_the_integral() -> None:
+    """Against a fine trapezoidal rule over ten standard deviations."""
+    mean = torch.linspace(-4, 4, 9, dtype=torch.float64).unsqueeze(1)
+    variance = torch.linspace(0.1, 4, 9, dtype=torch.float64).unsqueeze(1)
+    grid = torch.linspace(-10, 10, 20001, dtype=torch.float64)
+    density = torch.exp(-(grid**2) / 2) / (2 * torch.pi) ** 0.5
+    expected = torch.trapezoid(torch.sigmoid(mean + variance.sqrt() * grid) * density, grid).unsqueeze(1)
+    torch.testing.assert_close(quadrature(mean, variance), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_probit_of_one_logit_is_close_to_quadrature() -> None:
+    """C11: the largest error is about 0.018."""
+    mean = torch.linspace(-10, 10, 201, dtype=torch.float64).reshape(-1, 1, 1)
+    variance = torch.logspace(-2, 2, 60, dtype=torch.float64).reshape(1, -1, 1)
+    mean, variance = mean.expand(201, 60, 1), variance.expand(201, 60, 1)
+    error = (probit(mean, variance) - quadrature(mean, variance, 200)).abs().max()
+    assert 0.015 < float(error) < 0.02
+
+
+@pytest.mark.parametrize("link", ["probit", "probit_full", "bridge", "bridge_norm"])
+@pytest.mark.parametrize("classes", [2, 3, 10])
+def test_probabilities(link: str, classes: int) -> None:
+    mean, covariance = random_logits(classes, 1.0)
+    links = {
+        "probit": lambda: probit(mean, covariance.diagonal(dim1=1, dim2=2)),
+        "probit_full": lambda: probit_full(mean, covariance),
+        "bridge": lambda: bridge(mean, covariance),
+        "bridge_norm": lambda: bridge_norm(mean, covariance),
+    }
+    found = links[link]()
+    assert bool((found > 0).all())
+    torch.testing.assert_close(found.sum(-1), torch.ones(6, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("classes", "bound"), [(2, 0.02), (3, 0.04), (10, 0.06)])
+def test_full_probit_is_close_to_monte_carlo(classes: int, bound: float) -> None:
+    """An approximation: its error grows with the number of classes, and is stated here for variances of about one."""
+    mean, covariance = random_logits(classes, 1.0)
+    assert float((probit_full(mean, covariance) - monte_carlo(mean, covariance)).abs().max()) < bound
+
+
+def test_full_probit_of_two_classes_is_the_probit_of_their_difference() -> None:
+    mean, covariance = random_logits(2, 1.5)
+    difference = mean[:, :1] - mean[:, 1:]
+    variance = (covariance[:, 0, 0] + covariance[:, 1, 1] - 2 * covariance[:, 0, 1]).unsqueeze(1)
+    torch.testing.assert_close(probit_full(mean, covariance)[:, :1], probit(difference, variance), rtol=1e-12, atol=0)
+
+
+def test_links_of_certain_logits_are_the_softmax() -> None:
+    mean, covariance = random_logits(4, 1.0)
+    nothing = torch.zeros_like(covariance)
+    expected = torch.softmax(mean, -1)
+    torch.testing.assert_close(probit(mean, nothing[:, 0]), expected)
+    torch.testing.assert_close(probit_full(mean, nothing), expected)
+
+
+def test_bridge_maps_a_dirichlet_to_itself() -> None:
+    """The Laplace approximation of a Dirichlet in the logits, mapped back, has the same parameters."""
+    alpha = torch.tensor([[2.0, 5.0, 3.0]], dtype=torch.float64)
+    mean = alpha.log() - alpha.log().mean(-1, keepdim=True)
+    inverse, classes = 1 / alpha, 3
+    covariance = torch.diag_embed(inverse) - (inverse.unsqueeze(-1) + inverse.unsqueeze(-2)) / classes
+    covariance = covariance + inverse.sum(-1)[:, None, None] / classes**2
+    # singular along (1, 1, 1), as the logits sum to zero: what is added there is conditioned away again
+    found = dirichlet(mean, covariance + 1.0)
+    torch.testing.assert_close(found, alpha, rtol=1e-9, atol=0)

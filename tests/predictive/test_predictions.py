@@ -1,0 +1,124 @@
+"""Linearised and sampled predictions: shapes, closed forms, randomness that arrives, and a model left as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lapwing import estimate
+from lapwing.errors import LapwingError
+from lapwing.likelihoods import Categorical
+from lapwing.likelihoods import Gaussian as GaussianLikelihood
+from lapwing.params import ParamSpace
+from lapwing.posterior import Gaussian
+from lapwing.predictive import draws, moments, network_draws, probabilities
+from lapwing.tangent import Tangent
+from unchanged import unchanged
+
+
+@pytest.fixture
+def classifier() -> tuple[Tangent, Gaussian, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double().eval()
+    x, y = torch.randn(30, 3, dtype=torch.float64), torch.randint(4, (30,))
+    tangent = Tangent(model)
+    curvature = estimate.kflr(tangent, Categorical(), [(x, y)])
+    return tangent, Gaussian(tangent.space.values(model), curvature.with_prior(2.0)), x[:6]
+
+
+def test_moments_are_those_of_the_draws(classifier) -> None:
+    tangent, posterior, x = classifier
+    linear = tangent.at(x)
+    mean, covariance = moments(posterior, linear)
+    count = 20000
+    found = draws(posterior, linear, count, torch.Generator().manual_seed(0))
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    assert bool(((found.mean(0) - mean).abs() < 4 * (variance / count).sqrt()).all())
+    away = found - mean
+    error = (covariance.square() + variance.unsqueeze(2) * variance.unsqueeze(1)).sqrt() / count**0.5
+    assert bool(((torch.einsum("sbi,sbj->bij", away, away) / count - covariance).abs() < 4 * error).all())
+
+
+def test_noise_is_added_to_the_diagonal(classifier) -> None:
+    tangent, posterior, x = classifier
+    _, plain = moments(posterior, tangent.at(x))
+    _, noisy = moments(posterior, tangent.at(x), sigma=0.5)
+    torch.testing.assert_close(noisy - plain, 0.25 * torch.eye(4, dtype=torch.float64).expand(6, 4, 4))
+    _, each = moments(posterior, tangent.at(x), sigma=torch.arange(1.0, 5.0))
+    torch.testing.assert_close((each - plain)[0], torch.diag(torch.arange(1.0, 5.0).double() ** 2))
+
+
+@pytest.mark.parametrize("link", ["probit", "probit_full", "bridge", "bridge_norm"])
+def test_probabilities_sum_to_one(classifier, link: str) -> None:
+    tangent, posterior, x = classifier
+    with unchanged(tangent.model):
+        found = probabilities(posterior, tangent.at(x), link)
+    torch.testing.assert_close(found.sum(-1), torch.ones(6, dtype=torch.float64))
+
+
+def test_draws_are_correlated_over_inputs_as_they_should_be(classifier) -> None:
+    """Two copies of an input move together, and two unrelated inputs do not."""
+    tangent, posterior, x = classifier
+    linear = tangent.at(torch.stack([x[0], x[0], 50 * torch.ones(3, dtype=torch.float64)]))
+    found = draws(posterior, linear, 50, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found[:, 0], found[:, 1])
+    assert not torch.allclose(found[:, 0] - found[:, 0].mean(0), found[:, 2] - found[:, 2].mean(0), rtol=0.1)
+
+
+def test_randomness_arrives_by_generator(classifier) -> None:
+    tangent, posterior, x = classifier
+    linear = tangent.at(x)
+    for sample in (lambda g: draws(posterior, linear, 3, g), lambda g: network_draws(posterior, tangent, x, 3, g)):
+        one, two = sample(torch.Generator().manual_seed(1)), sample(torch.Generator().manual_seed(1))
+        other = sample(torch.Generator().manual_seed(2))
+        assert torch.equal(one, two)
+        assert not torch.allclose(one, other)
+
+
+def test_network_draws_are_the_network_at_sampled_weights(classifier) -> None:
+    tangent, posterior, x = classifier
+    with unchanged(tangent.model):
+        found = network_draws(posterior, tangent, x, 3, torch.Generator().manual_seed(0))
+    sampled = posterior.sample(3, torch.Generator().manual_seed(0))
+    for theta, outputs in zip(sampled, found, strict=True):
+        tree = tangent.space.unravel(theta)
+        torch.testing.assert_close(outputs, torch.func.functional_call(tangent.model, tree, (x,)).detach())
+
+
+def test_network_draws_of_a_sub_network_move_nothing_else() -> None:
+    model = nn.Linear(2, 1).double()
+    space = ParamSpace.of(model).select(mask=torch.tensor([False, True, False]))
+    tangent = Tangent(model, space)
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    curvature = estimate.full(tangent, GaussianLikelihood(), [(x, torch.zeros(2, 1, dtype=torch.float64))])
+    posterior = Gaussian(space.values(model), curvature.with_prior(1.0))
+    found = network_draws(posterior, tangent, x, 5, torch.Generator().manual_seed(0))
+    fixed = model(x).detach()
+    torch.testing.assert_close(found[:, 0], fixed[0].expand(5, 1))  # meets only the fixed weight and the bias
+    assert float((found[:, 1] - fixed[1]).abs().min()) > 0
+
+
+def test_an_exception_in_the_network_leaves_the_model_alone(classifier) -> None:
+    tangent, posterior, x = classifier
+    with unchanged(tangent.model), pytest.raises(LapwingError, match="forward pass"):
+        network_draws(posterior, tangent, x[:, :2], 2, torch.Generator().manual_seed(0))
+
+
+def test_images_keep_their_shape() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 2, 3, padding=1).double()
+    x = torch.randn(3, 1, 4, 4, dtype=torch.float64)
+    tangent = Tangent(model)
+    curvature = estimate.diagonal(tangent, GaussianLikelihood(), [(x, torch.zeros(3, 2, 4, 4, dtype=torch.float64))])
+    posterior = Gaussian(tangent.space.values(model), curvature.with_prior(1.0))
+    assert draws(posterior, tangent.at(x), 5).shape == (5, 3, 2, 4, 4)
+    assert moments(posterior, tangent.at(x))[1].shape == (3, 32, 32)
+    with pytest.raises(LapwingError, match=r"expected|needs \[batch, classes\]"):
+        probabilities(posterior, tangent.at(x))
+
+
+def test_unknown_link_names_the_known_ones(classifier) -> None:
+    tangent, posterior, x = classifier
+    with pytest.raises(LapwingError, match=r"unknown link 'probbit'; expected one of \['bridge'"):
+        probabilities(posterior, tangent.at(x), "probbit")
