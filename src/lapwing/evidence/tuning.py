@@ -59,7 +59,10 @@ def gradient(
             found, level = read()
             loss = -evidence.log_marginal(found, level)
         if not bool(torch.isfinite(loss)):
-            raise CurvatureError(f"the evidence is {float(-loss.detach())} at prior precisions {found.precisions.tolist()[:5]}.")
+            raise CurvatureError(
+                f"the evidence is {float(-loss.detach())} at prior precisions {found.precisions.tolist()[:5]} and sigma "
+                f"{float(level.detach()):.3g}; expected a finite number. Start from other values."
+            )
         loss.backward()
         return float(loss.detach())
 
