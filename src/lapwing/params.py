@@ -204,7 +204,7 @@ class ParamSpace:
         A mask is boolean [P] or integer positions in the flat vector; it may cut through tensors.
         """
         if sum(choice is not None for choice in (names, module, mask)) != 1:
-            raise ParameterError("select takes exactly one of names, module, mask.")
+            raise ParameterError("select got none, or several; expected exactly one of names, module, mask.")
         if mask is not None:
             return self._select_mask(mask)
         if names is not None:

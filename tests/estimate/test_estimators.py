@@ -13,6 +13,7 @@ import problems
 from lapwing import estimate
 from lapwing.errors import DataError, LapwingError, ParameterError
 from lapwing.estimate.cotangents import empirical as observed
+from lapwing.estimate.passes import pulled
 from lapwing.likelihoods import (
     Bernoulli,
     BernoulliMixture,
@@ -24,6 +25,8 @@ from lapwing.likelihoods import (
     from_function,
 )
 from lapwing.linalg import Curvature
+from lapwing.linalg.rows import rows_of
+from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 from unchanged import unchanged
 
@@ -109,6 +112,97 @@ def test_halves_add_and_scalars_multiply(kind: str, name: str) -> None:
     close((0.5 * whole).diagonal(), 0.5 * whole.diagonal(), rtol=1e-12)
     v = torch.randn(whole.size, dtype=torch.float64)
     close(whole.mv(v), whole.dense() @ v)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["full", "diagonal", "kflr", "kflr, reduce"])
+def test_a_loader_may_fill_one_tensor_again_and_again(kind: str, bias: bool) -> None:
+    """Rows that wait for more are not read from a tensor that has changed since."""
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Tanh(), nn.Linear(4, 2, bias=bias))
+    x, y = torch.randn(12, 3), torch.randn(12, 2)
+
+    def refilled():
+        inputs, targets = torch.empty(4, 3), torch.empty(4, 2)
+        for batch in parts(x, y, [4, 4, 4]):
+            inputs.copy_(batch[0])
+            targets.copy_(batch[1])
+            yield inputs, targets
+
+    expected = ESTIMATORS[kind](Tangent(model), Gaussian(), [(x, y)])
+    close(ESTIMATORS[kind](Tangent(model), Gaussian(), refilled()).dense(), expected.dense())
+
+
+@pytest.mark.parametrize("kind", ["full", "diagonal", "blocks", "kflr"])
+def test_more_rows_than_wait_at_once(kind: str) -> None:
+    """Sums that are written in the middle of the pass, and once more at its end."""
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2, bias=False))
+    x, y = torch.randn(2500, 2), torch.randn(2500, 2)
+    expected = ESTIMATORS[kind](Tangent(model), Gaussian(), [(x, y)])
+    close(ESTIMATORS[kind](Tangent(model), Gaussian(), parts(x, y, [700, 700, 1000, 100])).dense(), expected.dense())
+
+
+@pytest.mark.parametrize("layout", ["tokens", "pixels"])
+def test_positions_without_a_target_count_in_no_fisher(layout: str) -> None:
+    """Drawn or expected, the Fisher is that of the targets there are, as the GGN is."""
+    torch.set_default_dtype(torch.float64)
+    if layout == "tokens":
+        model, x = nn.Linear(2, 3), torch.randn(3, 4, 2)
+    else:
+        model, x = nn.Conv2d(2, 3, 1), torch.randn(3, 2, 2, 2)
+    y = torch.randint(3, (3, 4) if layout == "tokens" else (3, 2, 2))
+    y[1:, 0] = -100
+    likelihood = Categorical(ignore_index=-100)
+    ggn = estimate.full(Tangent(model), likelihood, [(x, y)]).dense()
+    close(estimate.full(Tangent(model), likelihood, [(x, y)], cotangents=estimate.fisher).dense(), ggn)
+    nothing = torch.full_like(y, -100)
+    for draws in (estimate.monte_carlo(2), estimate.fisher):
+        assert not estimate.full(Tangent(model), likelihood, [(x, nothing)], cotangents=draws).dense().any()
+    drawn = estimate.full(
+        Tangent(model), likelihood, [(x, y)], cotangents=estimate.monte_carlo(4000), generator=seeded(0)
+    )
+    assert float((drawn.dense() - ggn).norm() / ggn.norm()) < 0.1
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_curvature_holds_no_graph_of_the_noise(kind: str) -> None:
+    """Half a derivative would be worse than none; `curvature * (1 / sigma**2)` has it all."""
+    torch.set_default_dtype(torch.float64)
+    sigma = torch.tensor(1.5, requires_grad=True)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    found = ESTIMATORS[kind](Tangent(model), Gaussian(sigma), [(torch.randn(6, 3), torch.randn(6, 2))])
+    assert not found.dense().requires_grad
+
+
+@pytest.mark.parametrize("kind", ["full", "diagonal", "blocks", "kflr", "kflr, small limit"])
+def test_heads_that_take_turns(kind: str) -> None:
+    """The same operations on the same shapes, with other parameters from batch to batch: each has its own block."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+
+        def forward(self, x: Tensor, head: Tensor) -> Tensor:
+            return self.heads[int(head)](x)
+
+    torch.set_default_dtype(torch.float64)
+    model = Heads()
+    batches = [((torch.randn(6, 3), torch.tensor(i % 2)), torch.randn(6, 2)) for i in range(4)]
+    found = ESTIMATORS[kind](Tangent(model), Gaussian(), batches).dense()
+    alone = [ESTIMATORS[kind](Tangent(model), Gaussian(), batches[i::2]).dense() for i in range(2)]
+    close(found, alone[0] + alone[1])
+
+
+def test_rows_of_a_sub_network_stay_within_the_budget() -> None:
+    """They are cut from rows of whole tensors, which is what takes the memory."""
+    model = nn.Linear(50, 40)
+    space = ParamSpace.of(model).select(mask=torch.tensor([0, 7]))
+    x, y = torch.randn(3, 50), torch.randn(3, 40)
+    each = 3 * space.total * 4
+    for chunk in pulled(Tangent(model, space, budget=20 * each), Gaussian(), [(x, y)], estimate.exact, None):
+        assert rows_of(chunk.pieces[0])[0] <= 20
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)

@@ -36,6 +36,15 @@ def test_solve_is_the_inverse_times_a_vector(structure: Structure, lead: tuple[i
 
 
 @every_structure
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3)], ids=str)
+def test_mv_is_the_matrix_times_a_vector(structure: Structure, lead: tuple[int, ...]) -> None:
+    case = structure.make(generator())
+    v = normal(generator(2), *lead, case.size)
+    for precision, matrix in with_every_prior(case):
+        close(precision.mv(v), v @ matrix)
+
+
+@every_structure
 def test_logdet_is_that_of_the_matrix(structure: Structure) -> None:
     for precision, matrix in with_every_prior(structure.make(generator())):
         close(precision.logdet(), torch.linalg.slogdet(matrix).logabsdet)

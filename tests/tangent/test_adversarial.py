@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle
+import problems
 from lapwing import estimate
 from lapwing.errors import LapwingError, ModelError
 from lapwing.likelihoods import Gaussian
@@ -836,6 +837,15 @@ def test_called_without_gradients(mode) -> None:
     close(rows.clone(), oracle.jacobian(model, x))
     close(product.clone(), oracle.jacobian(model, x).sum(-1))
     close(curvature.clone(), estimate.kflr(Tangent(model), Gaussian(), [(x, torch.zeros(4, 2))]).dense())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["lstm", "weight_norm", "raw_scale_shift"])
+def test_slow_paths_called_without_gradients(name: str, mode) -> None:
+    problem = problems.build(name)
+    with mode():
+        rows = Tangent(problem.model).at(problem.x).rows()
+    close(rows.clone(), oracle.jacobian(problem.model, problem.x))
 
 
 def test_reentrant_checkpoint_is_refused() -> None:

@@ -1,6 +1,6 @@
 """Estimators: one pass over the data -> a Curvature, a sum over data points.
 
-full, diagonal, blocks    exact GGN; `cotangents=` fisher, monte_carlo(k) or empirical for the others
+full, diagonal, blocks    exact GGN; `cotangents=` fisher or monte_carlo(k) for the Fisher
 kflr, kfac                Kronecker factors, exact or Monte-Carlo
 empirical                 outer products of observed gradients, any structure
 hessian                   the exact Hessian: full, diagonal or blocks

@@ -52,5 +52,5 @@ def partition(space: ParamSpace, by: str) -> dict[str, Segments]:
             intervals.setdefault(groups[start], []).append((start, stop))
             start = stop
     if not intervals:
-        raise ParameterError("the parameter space is empty.")
+        raise ParameterError("the parameter space has no entries; expected at least one. Select other parameters.")
     return {names[group]: Segments(tuple(found)) for group, found in intervals.items()}

@@ -44,7 +44,8 @@ def exact(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generat
 
 def fisher(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
     """Square-root columns of the Fisher at the outputs, exactly."""
-    return _square_root(likelihood, f, likelihood.fisher_sqrt(f))
+    root, observed = likelihood.fisher_sqrt(f), likelihood.observed(y)
+    return _square_root(likelihood, f, root if observed is None else root.where(observed[..., None, None], 0.0))
 
 
 def monte_carlo(samples: int = 1) -> Cotangents:
@@ -53,9 +54,13 @@ def monte_carlo(samples: int = 1) -> Cotangents:
         raise DataError(f"samples is {samples}; expected at least 1 draw per data point.")
 
     def columns(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
+        observed = likelihood.observed(y)
+
         def take(part: slice) -> Tensor:
-            drawn = [likelihood.grad(f, likelihood.sample(f, generator)) for _ in range(part.start, part.stop)]
-            return torch.stack(drawn) / samples**0.5
+            drawn = [likelihood.sample(f, generator) for _ in range(part.start, part.stop)]
+            if observed is not None:  # a position without a target stays without one
+                drawn = [target.where(observed, y) for target in drawn]
+            return torch.stack([likelihood.grad(f, target) for target in drawn]) / samples**0.5
 
         return Columns(samples, take)
 

@@ -132,7 +132,8 @@ class Matrix(Accumulator):
         sums.grads.add(merged(left))
         if first:
             assert isinstance(sums.inputs, GramSum)
-            sums.inputs.add(right)
+            # a column of ones was joined to a copy; without it this may be the very tensor that the loader gave
+            sums.inputs.add(right, borrowed=role != "upright" or self.layout.bias is None)
             sums.count += right.shape[0] * right.shape[1]
 
     def _side_by_side(self, role: str, members: list[Piece]) -> tuple[Tensor, Tensor]:

@@ -51,16 +51,16 @@ def pulled(
     batches: Batches,
     cotangents: Cotangents,
     generator: torch.Generator | None,
-    row_bytes: int = 0,
 ) -> Iterator[Pulled]:
-    """Rows of every batch; `row_bytes` is what the caller needs on top for one cotangent and data point."""
+    """Rows of every batch, for as many cotangents at a time as the budget allows."""
     for number, (linearisation, y) in enumerate(linearised(tangent, likelihood, batches)):
         with _named(number):
             columns = cotangents(likelihood, linearisation.value, y, generator)
-        each = linearisation.cotangent_bytes + row_bytes * linearisation.batch
-        step = max(1, tangent.budget // max(1, each))
+        step = max(1, tangent.budget // max(1, linearisation.cotangent_bytes))
         for part, chunk in enumerate(columns.chunked(step)):
-            yield Pulled(linearisation, linearisation.pull(chunk.to(tangent.space.dtype)), first=part == 0)
+            # a noise level that requires gradients would leave part of a graph in the sums; scaling has the whole one
+            chunk = chunk.detach().to(tangent.space.dtype)
+            yield Pulled(linearisation, linearisation.pull(chunk), first=part == 0)
 
 
 def check_loss(likelihood: Likelihood, linearisation: Linearisation, y: Any) -> None:

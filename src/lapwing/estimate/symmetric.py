@@ -50,7 +50,8 @@ class GramSum:
     upper: Float[Tensor, "k d d"]
     waiting: list[Tensor] = field(default_factory=list)
 
-    def add(self, values: Float[Tensor, "m t k d"]) -> None:
+    def add(self, values: Float[Tensor, "m t k d"], borrowed: bool = False) -> None:
+        """`borrowed` values may change after this call: a loader may fill one tensor again and again."""
         count, shared, groups, width = values.shape
         last = values.permute(2, 3, 0, 1)
         if last.is_contiguous() and not values.is_contiguous():
@@ -63,6 +64,8 @@ class GramSum:
             self.waiting.append(values.reshape(count * shared, groups, width))
             if sum(map(len, self.waiting)) >= FEW_ROWS:
                 self._flush()
+            elif borrowed:
+                self.waiting[-1] = self.waiting[-1].clone()
 
     def _flush(self) -> None:
         if self.waiting:

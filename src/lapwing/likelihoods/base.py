@@ -130,6 +130,10 @@ class Likelihood(ABC):
     def _domain(self, f: Tensor) -> tuple[str, str]:
         """What `_invalid` accepts, and the remedy, in words."""
 
+    def observed(self, y: Tensor) -> Bool[Tensor, "*lead"] | None:
+        """Which positions have a target; None where all do. The others contribute nothing, whatever is drawn there."""
+        return None
+
     # -- the distribution
 
     @abstractmethod

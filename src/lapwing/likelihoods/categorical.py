@@ -35,7 +35,7 @@ from lapwing.likelihoods.base import Positionwise, message, require_one_per_posi
 class Categorical(Positionwise):
     """softmax(f). Positions whose target is `ignore_index` contribute nothing.
 
-    `fisher` and `sample` see no targets, and treat every position alike.
+    `fisher` and `sample` see no targets, and treat every position alike; estimators ask `observed` which ones count.
     """
 
     convex: ClassVar[bool] = True
@@ -73,28 +73,28 @@ class Categorical(Positionwise):
     def _target_to_last(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Int64[Tensor, "*lead"]:
         return y
 
-    def _kept(self, y: Int64[Tensor, "*lead"]) -> Bool[Tensor, "*lead"] | None:
+    def observed(self, y: Int64[Tensor, "*lead"]) -> Bool[Tensor, "*lead"] | None:
         return None if self.ignore_index is None else y != self.ignore_index
 
     def _log_prob(self, f: Float[Tensor, "*lead C"], y: Int64[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
-        kept = self._kept(y)
+        kept = self.observed(y)
         index = y if kept is None else y.where(kept, 0)
         log_p = f.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
         return log_p if kept is None else log_p.where(kept, 0.0)
 
     def _grad(self, f: Float[Tensor, "*lead C"], y: Int64[Tensor, "*lead"]) -> Float[Tensor, "*lead C"]:
-        kept = self._kept(y)
+        kept = self.observed(y)
         index = (y if kept is None else y.where(kept, 0)).unsqueeze(-1)
         grad = f.softmax(-1).scatter_add(-1, index, -torch.ones_like(f[..., :1]))
         return grad if kept is None else grad.where(kept.unsqueeze(-1), 0.0)
 
     def _hessian(self, f: Float[Tensor, "*lead C"], y: Int64[Tensor, "*lead"]) -> Float[Tensor, "*lead C C"]:
-        kept = self._kept(y)
+        kept = self.observed(y)
         hessian = self._fisher(f)
         return hessian if kept is None else hessian.where(kept[..., None, None], 0.0)
 
     def _hessian_sqrt(self, f: Float[Tensor, "*lead C"], y: Int64[Tensor, "*lead"]) -> Float[Tensor, "*lead C R"]:
-        kept = self._kept(y)
+        kept = self.observed(y)
         root = self._fisher_sqrt(f)
         return root if kept is None else root.where(kept[..., None, None], 0.0)
 

@@ -278,6 +278,8 @@ class Linearisation:
         numel = sum(use.shape.numel() for use, _ in self.uses)
         spelled_out = {*self.record.opaque, *self.record.derived}
         dense = sum(self.space.shape(name).numel() for name in spelled_out) * self.batch
+        if self.space.index is not None:  # rows of a sub-network are cut from those of whole tensors
+            dense += self.space.total * self.batch
         return 3 * (numel + dense) * max(4, self.space.dtype.itemsize)
 
     def identity(self, bytes_per_cotangent: int | None = None) -> Iterator[Float[Tensor, "r batch *out"]]:
@@ -300,7 +302,9 @@ class Linearisation:
         dense = assemble(pieces, self.space.total, slice(0, self.batch))
         return [DenseRows(0, self.space.restrict(dense))]
 
+    @torch.inference_mode(False)
     def _pull(self, cotangents: Tensor) -> list[Piece]:
+        cotangents = cotangents.clone() if cotangents.is_inference() else cotangents
         grads = self._gradients(cotangents)
         pieces: list[Piece] = []
         for (use, axis), grad in zip(self.uses, grads, strict=True):
@@ -337,8 +341,6 @@ class Linearisation:
     def parts(self) -> Iterator[Linearisation]:
         """This map, or maps of consecutive sub-batches when all outputs at once would exceed the budget."""
         needed = self.cotangent_bytes * self.outputs
-        if self.space.index is not None:
-            needed += 3 * self.outputs * self.batch * self.space.total * self.space.dtype.itemsize
         if needed <= self.tangent.budget or self.batch == 1:
             yield self
             return

@@ -71,7 +71,7 @@ class Record:
     @property
     def signature(self) -> tuple:
         """What has to be the same for a probe of one batch to hold for another."""
-        return (self.trace, *((e.name, e.dependent, None if e.use is None else e.use.shape) for e in self.events))
+        return (self.trace, *((e.name, e.dependent, None if e.use is None else e.use.signature) for e in self.events))
 
     def seen(self, name: str) -> str:
         """The operations that were seen to use a parameter, for messages."""

@@ -37,6 +37,11 @@ class Use:
     def sources(self) -> list[Source]:
         raise NotImplementedError
 
+    @property
+    def signature(self) -> tuple:
+        """The shape of the output, and which entries of which parameters went in."""
+        return self.shape, *(source if isinstance(source, Alias) else source.names for source in self.sources)
+
     def without(self, names: frozenset[str]) -> Use | None:
         """The use with some parameters left out; None if nothing is left."""
         raise NotImplementedError
