@@ -1,8 +1,8 @@
 """Claim: fitting Kronecker and diagonal curvature costs a few gradient epochs, and a fraction of laplace-torch's time.
 
-Every contender is timed in the same process on the same batches, in turns; the ratio of best times is reported. A
-fit of laplace-torch's Kronecker structure ends with an eigendecomposition, so "kron exact + eigh" is what it is
-compared with.
+Every contender is timed in the same process on the same batches, lapwing and the gradient epoch in turns, peers after
+them, best of three; the ratio of best times is reported. A fit of laplace-torch's Kronecker structure ends with an
+eigendecomposition, so "kron exact + eigh" is what it is compared with.
 
     python benchmarks/curvature.py                with peers where they are installed (make bench)
     python benchmarks/curvature.py --no-peers     lapwing against the gradient epoch alone
