@@ -60,7 +60,7 @@ def gradient(
             loss = -evidence.log_marginal(found, level)
         if not bool(torch.isfinite(loss)):
             raise CurvatureError(
-                f"the evidence is {float(-loss.detach())} at prior precisions {found.precisions.tolist()[:5]} and sigma "
+                f"the evidence is {float(-loss.detach())} at prior precisions {found.precisions.tolist()[:5]}, sigma "
                 f"{float(level.detach()):.3g}; expected a finite number. Start from other values."
             )
         loss.backward()
