@@ -99,6 +99,15 @@ def test_precisions_are_differentiable_in_the_scale(structure: Structure) -> Non
 
 
 @every_structure
+def test_the_scale_is_one_number(structure: Structure) -> None:
+    """A vector would scale columns, and leave no symmetric matrix."""
+    case = structure.make(generator())
+    close((case.curvature * torch.tensor([3.0])).dense(), 3 * case.matrix)
+    with pytest.raises(CurvatureError, match="expected one number"):
+        case.curvature * torch.ones(case.size, dtype=torch.float64)
+
+
+@every_structure
 def test_another_structure_or_size_cannot_be_added(structure: Structure) -> None:
     case = structure.make(generator())
     others: list[Curvature] = [Diagonal(torch.ones(case.size + 1, dtype=torch.float64))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,6 +121,14 @@ def test_terms_of_another_number_cannot_be_added() -> None:
     two = Kronecker(TABLE, one.terms * 2)
     with pytest.raises(ValueError, match="cannot add 2 Kronecker terms to 1"):
         one + two
+
+
+@pytest.mark.parametrize("option", ["joint_bias", "factored_damping"])
+def test_blocks_with_other_options_cannot_be_added(option: str) -> None:
+    """The sum would take the options of whichever comes first."""
+    one = Kronecker(TABLE, (Term(psd(generator(), 1, 2), psd(generator(), 1, 5), 1.0),))
+    with pytest.raises(ValueError, match=r"differ in joint_bias or factored_damping"):
+        one + replace(one, **{option: not getattr(one, option)})
 
 
 def test_another_layout_of_the_same_size_cannot_be_added() -> None:

@@ -25,6 +25,7 @@ from lapwing.linalg.psd import (
     check_finite,
     check_positive,
     check_prior,
+    check_scale,
     eigh,
     normal,
     same_kind,
@@ -47,7 +48,7 @@ class Dense(Curvature):
         return Dense(self.matrix + same_kind(self, other).matrix)
 
     def __mul__(self, scale: float | int | Tensor) -> Dense:
-        root = self.multiple or Multiple(self, 1)
+        scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
         return Dense(self.matrix * scale, Multiple(root.of, root.scale * scale))
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:

@@ -15,7 +15,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.linalg.gram import weighted_gram
-from lapwing.linalg.psd import Curvature, Precision, check_finite, check_positive, check_prior, normal, same_kind
+from lapwing.linalg.psd import (
+    Curvature,
+    Precision,
+    check_finite,
+    check_positive,
+    check_prior,
+    check_scale,
+    normal,
+    same_kind,
+)
 from lapwing.linalg.rows import Piece
 
 
@@ -33,7 +42,7 @@ class Diagonal(Curvature):
         return Diagonal(self.values + same_kind(self, other).values)
 
     def __mul__(self, scale: float | int | Tensor) -> Diagonal:
-        return Diagonal(self.values * scale)
+        return Diagonal(self.values * check_scale(scale))
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return v * self.values

@@ -41,6 +41,7 @@ from lapwing.linalg.psd import (
     Precision,
     check_positive,
     check_prior,
+    check_scale,
     normal,
     same_kind,
 )
@@ -89,12 +90,20 @@ class Kronecker(Curvature):
                 "weight, used the same way. Fit both with one estimator and one model."
             )
         if len(self.terms) != len(other.terms):
-            raise CurvatureError(f"cannot add {len(other.terms)} Kronecker terms to {len(self.terms)}.")
+            raise CurvatureError(
+                f"cannot add {len(other.terms)} Kronecker terms to {len(self.terms)}; expected a weight in the same "
+                "roles. Fit both with one estimator and one model."
+            )
+        if (self.joint_bias, self.factored_damping) != (other.joint_bias, other.factored_damping):
+            raise CurvatureError(
+                "cannot add Kronecker blocks that differ in joint_bias or factored_damping; expected the same. Fit "
+                "both with the same options."
+            )
         terms = tuple(a + b for a, b in zip(self.terms, other.terms, strict=True))
         return replace(self, terms=terms, multiple=None)
 
     def __mul__(self, scale: float | int | Tensor) -> Kronecker:
-        root = self.multiple or Multiple(self, 1)
+        scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
         terms = tuple(replace(term, rows=term.rows * scale) for term in self.terms)
         return replace(self, terms=terms, multiple=Multiple(root.of, root.scale * scale))
 

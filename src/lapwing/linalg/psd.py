@@ -153,6 +153,18 @@ def same_kind(ours: AnyCurvature, other: Curvature) -> AnyCurvature:
     return other
 
 
+def check_scale(scale: float | int | Tensor) -> float | int | Tensor:
+    """What a curvature is multiplied by: one number."""
+    if not isinstance(scale, Tensor):
+        return scale
+    if scale.numel() != 1:
+        raise CurvatureError(
+            f"a curvature is multiplied by a tensor of shape {tuple(scale.shape)}; expected one number, as "
+            "1 / sigma**2 is. Where parameters are to differ, give each its own prior precision."
+        )
+    return scale.reshape(())
+
+
 def check_prior(precision: float | int | Tensor, size: int, like: Tensor) -> Float[Tensor, ""] | Float[Tensor, " size"]:
     """The prior precision as a tensor: a scalar or [size], finite and not negative."""
     delta = torch.as_tensor(precision, dtype=like.dtype, device=like.device)
