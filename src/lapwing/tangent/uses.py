@@ -9,6 +9,7 @@ A use knows nothing of samples; `samples.SampleAxis` says how its positions divi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -26,7 +27,7 @@ PullBack = Callable[[Derived, Tensor], list[Piece]]
 
 
 @dataclass
-class Use:
+class Use(ABC):
     """What every use has: the name of its operation, its output's shape, and the edge to differentiate."""
 
     operation: str
@@ -34,32 +35,33 @@ class Use:
     edge: Any = field(init=False, default=None)
 
     @property
+    @abstractmethod
     def sources(self) -> list[Source]:
-        raise NotImplementedError
+        """Where the parameters of this use came from."""
 
     @property
     def signature(self) -> tuple:
         """The shape of the output, and which entries of which parameters went in."""
         return self.shape, *(source if isinstance(source, Alias) else source.names for source in self.sources)
 
+    @abstractmethod
     def without(self, names: frozenset[str]) -> Use | None:
         """The use with some parameters left out; None if nothing is left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def positions(self, y: Float[Tensor, "r *out"]) -> Tensor:
         """y as [R, *positions, *features]; the sample axis is one of the positions."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def features(self) -> int:
         """Number of trailing feature axes of `positions`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pieces(
         self, grad: Float[Tensor, "r *out"], samples: SampleAxis, dtype: torch.dtype, pull: PullBack
     ) -> list[Piece]:
         """Rows for cotangents `grad` of the output, in whole flat coordinates."""
-        raise NotImplementedError
 
 
 def _dropped(source: Source | None, names: frozenset[str]) -> Source | None:
