@@ -1,4 +1,4 @@
-"""Claim: the functional covariance of 100 inputs under an all-weights Kronecker posterior, 20 to 300 times faster.
+"""Claim to test: the functional covariance of 100 inputs, all weights, Kronecker: 300 (MLP) and 20 (CNN) times faster.
 
 laplace-torch forms [batch, outputs, parameters] Jacobians; lapwing rotates the factors of each layer. Both return
 J Sigma J^T [100, 10, 10] of the same network in the same process; peers are timed as the best of two runs after one to
