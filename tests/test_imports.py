@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("estimate",),
     ("posterior",),
     ("predictive", "evidence", "subnetwork"),
+    ("validation",),
     ("training",),
     ("laplace",),
     ("serialize", "plots"),

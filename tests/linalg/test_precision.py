@@ -109,6 +109,10 @@ class Map:
     batch: int
     outputs: int
 
+    @property
+    def value(self) -> Tensor:
+        return self.matrix.new_zeros(self.batch, self.outputs)
+
     def mv(self, v: Tensor) -> Tensor:
         return self.matrix @ v
 

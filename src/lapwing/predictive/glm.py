@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import LapwingError
+from lapwing.linalg import LinearMap
 from lapwing.posterior import Gaussian
 from lapwing.predictive.links import bridge, bridge_norm, probit, probit_full
-from lapwing.tangent import Linearisation
 
 LINKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "probit": lambda mean, covariance: probit(mean, covariance.diagonal(dim1=-2, dim2=-1)),
@@ -25,7 +25,7 @@ LINKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def moments(
-    posterior: Gaussian, linear: Linearisation, sigma: float | Tensor | None = None
+    posterior: Gaussian, linear: LinearMap, sigma: float | Tensor | None = None
 ) -> tuple[Float[Tensor, "batch *out"], Float[Tensor, "batch outputs outputs"]]:
     """Mean and covariance of the function; with `sigma`, of noisy observations of it."""
     covariance = posterior.covariance(linear)
@@ -35,7 +35,7 @@ def moments(
     return linear.value, covariance
 
 
-def probabilities(posterior: Gaussian, linear: Linearisation, link: str = "probit") -> Float[Tensor, "batch classes"]:
+def probabilities(posterior: Gaussian, linear: LinearMap, link: str = "probit") -> Float[Tensor, "batch classes"]:
     """Class probabilities in closed form, for outputs [B, C]; `link` names one of LINKS."""
     if link not in LINKS:
         raise LapwingError(f"unknown link {link!r}; expected one of {sorted(LINKS)}.")
@@ -47,7 +47,7 @@ def probabilities(posterior: Gaussian, linear: Linearisation, link: str = "probi
 
 
 def draws(
-    posterior: Gaussian, linear: Linearisation, n: int, generator: torch.Generator | None = None
+    posterior: Gaussian, linear: LinearMap, n: int, generator: torch.Generator | None = None
 ) -> Float[Tensor, "n batch *out"]:
     """n draws of the linearised function: each moves all inputs of the batch by one draw of the weights."""
     moved = posterior.functional_draws(linear, n, generator)
