@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,22 @@ from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.inputs import all_finite
 
 Batches = Iterable[Any]
+
+
+@dataclass
+class Watched:
+    """Batches whose outputs and log-likelihoods somebody wants to know: a fit learns its loss in the same pass.
+
+    `saw` is told the outputs, the targets and log p(y | f) [B] of every batch, and `start` that a pass begins.
+    """
+
+    batches: Batches
+    start: Callable[[], None]
+    saw: Callable[[Tensor, Tensor, Tensor], None]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.start()
+        yield from self.batches
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,7 @@ def linearised(tangent: Tangent, likelihood: Likelihood, batches: Batches) -> It
         with _named(number):
             x, y = _pair(batch)
             linearisation = tangent.at(x)
-            check_loss(likelihood, linearisation, y)
+            observe(batches, likelihood, linearisation.value, y)
         yield linearisation, y
     if empty:
         raise DataError(
@@ -63,9 +79,15 @@ def pulled(
             yield Pulled(linearisation, linearisation.pull(chunk), first=part == 0)
 
 
-def check_loss(likelihood: Likelihood, linearisation: Linearisation, y: Any) -> None:
-    """Finite outputs, targets that fit the likelihood, and a finite loss."""
-    value = linearisation.value
+def observe(batches: Batches, likelihood: Likelihood, value: Tensor, y: Any) -> None:
+    """Checks the outputs and targets of a batch, and tells whoever watches the batches."""
+    log_prob = check_loss(likelihood, value, y)
+    if isinstance(batches, Watched):
+        batches.saw(value, y, log_prob)
+
+
+def check_loss(likelihood: Likelihood, value: Tensor, y: Any) -> Tensor:
+    """Finite outputs, targets that fit the likelihood, and a finite loss: log p(y | f) of each data point."""
     if not all_finite(value):
         raise DataError("the model's output holds NaN or infinite values; expected finite ones. Check the weights.")
     if not isinstance(y, Tensor):
@@ -78,6 +100,7 @@ def check_loss(likelihood: Likelihood, linearisation: Linearisation, y: Any) -> 
             f"the log-likelihood of data point {where} is {float(loss[where])}; expected finite numbers. Check its "
             "target and the model's output."
         )
+    return loss
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

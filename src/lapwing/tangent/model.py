@@ -195,7 +195,7 @@ class Linearisation:
         """C, all outputs of one data point."""
         return self.output[0].numel()
 
-    @cached_property
+    @property
     def value(self) -> Float[Tensor, "batch *out"]:
         """The network's output, detached, in the dtype of the curvature."""
         return self.output.detach().to(self.space.dtype)
