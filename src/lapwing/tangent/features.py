@@ -1,0 +1,278 @@
+"""FeatureTangent: the last layer alone, whose Jacobian is its input: f = W phi + b, so J = I_C (x) [phi; 1].
+
+One plain forward pass gives f [B, C] and the features phi [B, D]; no graph is kept and nothing is differentiated. A
+layer that is applied at T positions of every data point has features [B, T, D] and outputs [B, T, C]. Memory
+O(B T D + B T C); the identity of the rows is expanded along the batch and takes [T C, T C] once.
+
+Once per shape of the input, a second pass on a few samples makes sure of what the closed form rests on: the output is
+phi W^T + b, autograd's gradient in W is the one from phi (no other use of W), and samples do not touch each other.
+
+>>> import torch
+>>> from torch import nn
+>>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
+>>> x = torch.randn(4, 3)
+>>> linear_map = FeatureTangent(model).at(x)
+>>> torch.equal(linear_map.features, model[:2](x)), linear_map.rows().shape
+(True, torch.Size([4, 1, 3]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lapwing.errors import DataError, ModelError
+from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, OuterRows, Piece, assemble, chunks
+from lapwing.params import ParamSpace
+from lapwing.tangent.guard import unchanged
+from lapwing.tangent.inputs import all_finite, batch_size, call, check_input, map_tensors, shape_key, take
+from lapwing.tangent.last_layer import (
+    GENERAL,
+    REDUCTIONS,
+    by_sample,
+    check_deterministic,
+    check_reduction,
+    differ,
+    explains,
+    last_layer_name,
+    layer_space,
+    linear_layer,
+    parameter_name,
+    recorded,
+)
+from lapwing.tangent.model import check_output, check_space, check_trainable
+
+
+@dataclass
+class FeatureTangent:
+    """The network as a function of its last layer, the nn.Linear `name` (default: found at the first batch).
+
+    `reduction` says how the model comes from features [B, T, D] to outputs [B, C], where the layer is applied at every
+    position: "pick_first", "pick_last" or "average" over axis 1. With `differentiable` the forward pass keeps its
+    graph, so that outputs and features carry gradients in the inputs.
+    """
+
+    model: nn.Module
+    name: str | None = None
+    reduction: str | None = None
+    budget: int = DEFAULT_BUDGET
+    differentiable: bool = False
+    _checked: set[tuple] = field(default_factory=set, repr=False)
+
+    def __post_init__(self) -> None:
+        check_reduction(self.reduction)
+        if self.name is not None:
+            check_space(self.space, self.model)
+
+    @property
+    def layer(self) -> nn.Linear:
+        """The last layer."""
+        return linear_layer(self.model, self._known)
+
+    @property
+    def space(self) -> ParamSpace:
+        """The last layer's weight, and its bias where it has a trainable one."""
+        return layer_space(self.model, self._known, self.layer)
+
+    @property
+    def layout(self) -> MatrixLayout:
+        """Where the matrix [W, b] lies in the flat vector."""
+        (rows, cols), starts = self.layer.weight.shape, self.space.starts
+        weight, bias = (starts.get(parameter_name(self._known, part)) for part in ("weight", "bias"))
+        assert weight is not None, "the space holds the weight"
+        return MatrixLayout(weight, (rows, cols), (0, 1), 1, rows, cols, bias)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        named = dict(self.model.named_parameters())
+        return {name: named[name] for name in self.space.names}
+
+    @property
+    def _known(self) -> str:
+        if self.name is None:
+            raise ModelError(
+                "the last layer is not known before the first batch; expected a name, or at(x) called once. Give "
+                "name=last_layer_name(model, x)."
+            )
+        return self.name
+
+    def at(self, x: Any) -> FeatureMap:
+        """One forward pass at the inputs x."""
+        with torch.inference_mode(False):
+            x = map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
+            check_deterministic(self.model)
+            if self.name is None:
+                self.name = self._found(x)
+            check_input(x, self.space.device)
+            check_trainable(self.parameters)
+            found = self._forward(x, self.differentiable)
+            key = shape_key(x), tuple(module.training for module in self.model.modules())
+            if key not in self._checked:
+                self._check(found)
+                if all_finite(found.output):  # numbers that are not finite prove nothing
+                    self._checked.add(key)
+        return found
+
+    def _found(self, x: Any) -> str:
+        """The last layer's name, from a few samples; from all where the model takes no other batch size."""
+        try:
+            return last_layer_name(self.model, take(x, slice(0, 2)), self.reduction)
+        except ModelError:
+            return last_layer_name(self.model, x, self.reduction)
+
+    def _forward(self, x: Any, graph: bool) -> FeatureMap:
+        layer, space = self.layer, self.space
+        with unchanged(self.model), recorded({self._known: layer}) as uses, torch.set_grad_enabled(graph):
+            output = call(self.model, x)
+        if len(uses) != 1:
+            raise ModelError(
+                f"the layer '{self._known}' ran {len(uses)} times in the forward pass; expected once, as last "
+                f"operation. {GENERAL}"
+            )
+        batch = batch_size(x)
+        if output.dim() < 2 or output.shape[0] != batch:
+            check_output(output, batch)
+        features = by_sample(uses[0].features, batch, self.reduction)
+        if features is None or features.shape[1] * layer.out_features != output[0].numel():
+            raise ModelError(self._unexplained(uses[0].features, output))
+        if not graph:
+            output, features = output.detach(), features.detach()
+        return FeatureMap(x, output, features.to(space.dtype), space, self.layout, self.budget)
+
+    # -- what the closed form rests on -----------------------------------------------------------------------------
+
+    def _check(self, found: FeatureMap) -> None:
+        """The output is phi W^T + b; a pass over a few samples agrees, and has the gradient of phi."""
+        if not explains(self.layer, found.shared, found.output):
+            raise ModelError(self._unexplained(found.features, found.output))
+        again = self._few(found)
+        if differ(again.output, found.output[: again.batch]):
+            raise ModelError(
+                f"the first data points give another output in a batch of {again.batch} than in one of {found.batch}; "
+                "expected independent samples and a deterministic model. Call model.eval(); a layer that normalises or "
+                "attends over the batch axis, or draws random numbers, cannot be linearised per sample."
+            )
+        check_output(again.output, again.batch)
+        u = torch.sin(1 + torch.arange(again.output.numel(), device=again.output.device)).reshape(again.output.shape)
+        parameters = self.parameters
+        gradients = torch.autograd.grad(
+            again.output, list(parameters.values()), u.to(again.output.dtype), allow_unused=True
+        )
+        expected = found.space.unravel(again.rmv(u.to(found.space.dtype)))
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            if differ(gradient, expected[name]):
+                raise ModelError(
+                    f"the gradient of the outputs in '{name}' is not that of one use by the last layer; expected a "
+                    "weight that the network uses nowhere else (not tied to another layer, no parametrisation). "
+                    f"{GENERAL}"
+                )
+
+    def _few(self, found: FeatureMap) -> FeatureMap:
+        """The first samples again, with a graph; all of them where the model takes no other batch size."""
+        count = max(1, min(2, found.batch - 1))
+        if count < found.batch:
+            try:
+                again = self._forward(take(found.x, slice(0, count)), graph=True)
+            except ModelError:
+                again = None
+            if again is not None and again.output.shape[1:] == found.output.shape[1:]:
+                return again
+        return self._forward(found.x, graph=True)
+
+    def _unexplained(self, features: Tensor, output: Tensor) -> str:
+        fits = [kind for kind in REDUCTIONS if explains(self.layer, by_sample(features, len(output), kind), output)]
+        hint = f"reduction='{fits[0]}' (feature_reduction) explains it. " if fits and self.reduction is None else ""
+        how = "" if self.reduction is None else f" reduced by '{self.reduction}'"
+        return (
+            f"the model's output of shape {tuple(output.shape)} is not what its last layer '{self._known}' makes of "
+            f"features of shape {tuple(features.shape)}{how}; expected phi W^T + b, at most reshaped. {hint}{GENERAL}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureMap:
+    """J = I (x) [phi; 1] at a batch of inputs; meets the `LinearMap` contract. `shared` holds phi at T positions."""
+
+    x: Any
+    output: Float[Tensor, "batch *out"]
+    shared: Float[Tensor, "batch positions width"]
+    space: ParamSpace
+    layout: MatrixLayout
+    budget: int = DEFAULT_BUDGET
+
+    @property
+    def batch(self) -> int:
+        return self.output.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        """All outputs of one data point, T C."""
+        return self.shared.shape[1] * self.layout.rows
+
+    @property
+    def value(self) -> Float[Tensor, "batch *out"]:
+        """The network's output in the dtype of the curvature."""
+        return self.output.to(self.space.dtype)
+
+    @property
+    def features(self) -> Float[Tensor, "batch width"] | Float[Tensor, "batch positions width"]:
+        """phi, what the last layer's weight is multiplied with: [B, D], or [B, T, D] at T positions."""
+        return self.shared.squeeze(1) if self.shared.shape[1] == 1 else self.shared
+
+    @cached_property
+    def right(self) -> Float[Tensor, "batch positions joined"]:
+        """[phi; 1] where the layer has a bias, else phi."""
+        if self.layout.bias is None:
+            return self.shared
+        return torch.cat([self.shared, self.shared.new_ones(*self.shared.shape[:-1], 1)], dim=-1)
+
+    def mv(self, v: Float[Tensor, " params"]) -> Float[Tensor, "batch *out"]:
+        """J v: the last layer with v for its weights."""
+        self.space.check(v)
+        return torch.einsum("n t i, o i -> n t o", self.right, self.layout.gather(v)[0]).reshape(self.output.shape)
+
+    def rmv(self, u: Float[Tensor, "batch *out"]) -> Float[Tensor, " params"]:
+        """J^T u summed over the batch: one product."""
+        if u.shape != self.output.shape:
+            raise DataError(
+                f"the cotangent has shape {tuple(u.shape)}; expected that of the outputs, {tuple(self.output.shape)}."
+            )
+        by_position = u.reshape(*self.shared.shape[:2], self.layout.rows)
+        out = self.right.new_zeros(self.space.size)
+        self.layout.scatter_add(torch.einsum("n t o, n t i -> o i", by_position, self.right).unsqueeze(0), out)
+        return out
+
+    def rows(self) -> Float[Tensor, "batch outputs params"]:
+        """J spelled out, [B, T C, P]; for small problems and for tests."""
+        return assemble(self.pieces(), self.space.size, slice(0, self.batch)).transpose(0, 1)
+
+    def pull(self, cotangents: Float[Tensor, "r batch *out"]) -> list[Piece]:
+        """Rows u[r,n]^T J[n] of every cotangent and data point."""
+        left = cotangents.reshape(len(cotangents), *self.shared.shape[:2], 1, self.layout.rows)
+        return [OuterRows(self.layout, left, self.right.unsqueeze(2))]
+
+    def pieces(self) -> list[Piece]:
+        """The identity for every data point, expanded along the batch, with [phi; 1]."""
+        eye = torch.eye(self.outputs, dtype=self.space.dtype, device=self.shared.device)
+        left = eye.reshape(self.outputs, 1, self.shared.shape[1], 1, self.layout.rows).expand(
+            -1, self.batch, -1, -1, -1
+        )
+        return [OuterRows(self.layout, left, self.right.unsqueeze(2))]
+
+    def parts(self) -> Iterator[FeatureMap]:
+        """This map, or maps of consecutive sub-batches whose [T C, T C] products stay within the budget."""
+        each = 3 * self.outputs**2 * self.space.dtype.itemsize
+        if each * self.batch <= self.budget:
+            yield self
+            return
+        for rows in chunks(self.batch, each, self.budget):
+            yield FeatureMap(
+                take(self.x, rows), self.output[rows], self.shared[rows], self.space, self.layout, self.budget
+            )

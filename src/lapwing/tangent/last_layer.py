@@ -1,0 +1,184 @@
+"""Which layer is the last one, and whether the model's output is f = phi W^T + b of its input phi.
+
+Layers are watched by forward hooks during one pass without a graph; the hooks are gone afterwards, whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from lapwing.errors import ModelError, ParameterError
+from lapwing.params import ParamSpace
+from lapwing.tangent.guard import unchanged
+from lapwing.tangent.inputs import batch_size, call, map_tensors
+
+REDUCTIONS = ("pick_first", "pick_last", "average")
+ELSEWHERE = "Name the layer with last_layer_name=, or use subset_of_weights='all'."
+GENERAL = "Use subset_of_weights='all', or the general Tangent with ParamSpace.of(model).select(module=...)."
+
+
+def last_layer_name(model: nn.Module, x: Any, reduction: str | None = None) -> str:
+    """The name of the nn.Linear whose output is the model's output, at most reshaped (or reduced over positions).
+
+    >>> last_layer_name(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), torch.ones(4, 3))
+    '2'
+    """
+    check_reduction(reduction)
+    batch = batch_size(x)
+    leaves = {name: module for name, module in model.named_modules() if not next(module.children(), None)}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    ran: list[str] = []
+    with torch.inference_mode(False), unchanged(model), torch.no_grad():
+        x = map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
+        with watched(leaves, lambda name, *_: ran.append(name)), recorded(linear) as uses:
+            output = call(model, x)
+    found = [use for use in uses if explains(linear[use.name], by_sample(use.features, batch, reduction), output)]
+    # of two layers with equal outputs, one that merely feeds the other has its own memory
+    same = [use for use in found if use.output.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()]
+    names = list(dict.fromkeys(use.name for use in (same or found)))
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise ModelError(f"the layers {names} all give the model's output; expected one last layer. {ELSEWHERE}")
+    last = f"'{ran[-1]}' ({type(leaves[ran[-1]]).__name__})" if ran else "none"
+    differs = f"that of the last nn.Linear, '{uses[-1].name}', differs" if uses else "none ran"
+    raise ModelError(
+        f"the last module to run is {last}, and no nn.Linear gives the model's output of shape {tuple(output.shape)} "
+        f"({differs}); expected f = phi W^T + b, at most reshaped, without a softmax or another operation after it. "
+        f"{ELSEWHERE}"
+    )
+
+
+def check_reduction(reduction: str | None) -> None:
+    if reduction is not None and reduction not in REDUCTIONS:
+        raise ParameterError(f"unknown reduction {reduction!r} of features; expected None or one of {REDUCTIONS}.")
+
+
+def linear_layer(model: nn.Module, name: str) -> nn.Linear:
+    """The module of this name, which must be an nn.Linear."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    known = [each for each, module in modules.items() if isinstance(module, nn.Linear)]
+    if name not in modules:
+        raise ModelError(f"{type(model).__name__} has no module '{name}'; expected an nn.Linear, one of {known}.")
+    layer = modules[name]
+    if not isinstance(layer, nn.Linear):
+        raise ModelError(
+            f"the module '{name}' is {type(layer).__name__}; expected an nn.Linear, one of {known}, or "
+            "subset_of_weights='all'."
+        )
+    return layer
+
+
+def layer_space(model: nn.Module, name: str, layer: nn.Linear) -> ParamSpace:
+    """The weight and bias of the layer, if these are plain parameters of its own."""
+    weight, bias = parameter_name(name, "weight"), parameter_name(name, "bias")
+    if not isinstance(layer.weight, nn.Parameter):
+        raise ModelError(
+            f"the weight of the last layer '{name}' is computed from other parameters; expected an nn.Parameter. "
+            f"Remove the parametrisation. {GENERAL}"
+        )
+    if not layer.weight.requires_grad:
+        raise ModelError(
+            f"parameter '{weight}' of the last layer has requires_grad=False; expected a trainable one. Set "
+            "requires_grad=True, or name another layer with last_layer_name=."
+        )
+    space = ParamSpace.of(model)
+    if weight not in space.names:
+        first = next(each for each, parameter in model.named_parameters() if parameter is layer.weight)
+        raise ModelError(
+            f"the weight of the last layer '{name}' is tied to '{first}'; expected one that the network uses nowhere "
+            f"else, as J is not the features otherwise. {GENERAL}"
+        )
+    return space.select([each for each in (weight, bias) if each in space.names])
+
+
+def parameter_name(module: str, parameter: str) -> str:
+    return f"{module}.{parameter}" if module else parameter
+
+
+def check_deterministic(model: nn.Module) -> None:
+    """No layer that draws random numbers, or mixes the samples of a batch."""
+    for name, module in model.named_modules():
+        random = isinstance(module, _DropoutNd) and module.p > 0
+        if module.training and (random or isinstance(module, _BatchNorm)):
+            raise ModelError(
+                f"the module '{name}' ({type(module).__name__}) is in training mode; expected independent samples and "
+                "a deterministic model. Call model.eval()."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One call of a layer: its input and its output."""
+
+    name: str
+    features: Tensor
+    output: Tensor
+
+
+@contextmanager
+def watched(modules: Mapping[str, nn.Module], saw: Callable[[str, tuple, dict, Any], object]) -> Iterator[None]:
+    """Tells `saw` the name, arguments and output of every call of these modules."""
+
+    def hook(name: str) -> Callable[..., None]:
+        def forward(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            saw(name, args, kwargs, output)
+
+        return forward
+
+    with ExitStack() as handles:
+        for name, module in modules.items():
+            handles.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
+        yield
+
+
+@contextmanager
+def recorded(layers: Mapping[str, nn.Linear]) -> Iterator[list[Use]]:
+    """Every call of these layers."""
+    uses: list[Use] = []
+
+    def keep(name: str, args: tuple, kwargs: dict, output: Tensor) -> None:
+        uses.append(Use(name, args[0] if args else kwargs["input"], output))
+
+    with watched(layers, keep):
+        yield uses
+
+
+def by_sample(features: Tensor, batch: int, reduction: str | None) -> Float[Tensor, "batch positions width"] | None:
+    """Features as [B, T, D], reduced to T = 1 if asked; None if the rows do not divide into samples."""
+    if features.numel() % (batch * features.shape[-1]):
+        return None
+    shared = features.reshape(batch, -1, features.shape[-1])
+    if reduction == "average":
+        return shared.mean(1, keepdim=True)
+    return {"pick_first": shared[:, :1], "pick_last": shared[:, -1:], None: shared}[reduction]
+
+
+@torch.no_grad()
+def explains(layer: nn.Linear, features: Float[Tensor, "batch positions width"] | None, output: Tensor) -> bool:
+    """Whether the output is the layer's value at these features, in the same order, up to rounding."""
+    if features is None or features.shape[:2].numel() * layer.out_features != output.numel():
+        return False
+    dtype = torch.promote_types(torch.promote_types(layer.weight.dtype, output.dtype), torch.float32)
+    features, weight = features.to(dtype), layer.weight.to(dtype)
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    expected = nn.functional.linear(features, weight, bias).reshape(output.shape)
+    eps = max(torch.finfo(kind).eps for kind in (layer.weight.dtype, output.dtype))
+    terms = features.norm(dim=-1).max() * weight.norm(dim=-1).max()  # cancel where the output is small
+    return not bool(((output - expected).abs() > eps**0.5 * expected.abs().max() + eps * terms).any())
+
+
+def differ(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors differ by more than rounding."""
+    found, expected = found.detach(), expected.detach()
+    eps = max(torch.finfo(kind).eps for kind in (found.dtype, expected.dtype))
+    return bool(((found - expected).abs() > eps**0.5 * expected.abs().max()).any())
