@@ -165,6 +165,12 @@ def outer(layout: MatrixLayout, generator: Generator, shared: int) -> OuterRows:
     return OuterRows(layout, left, normal(generator, POINTS, shared, layout.groups, layout.width))
 
 
+def fixed(layout: MatrixLayout, generator: Generator) -> OuterRows:
+    """Rows whose left side is one memory for all data points, as a last layer gives them."""
+    left = normal(generator, ROWS, 1, 1, layout.groups, layout.rows).expand(-1, POINTS, -1, -1, -1)
+    return OuterRows(layout, left, normal(generator, POINTS, 1, layout.groups, layout.width))
+
+
 def lookup(layout: MatrixLayout, generator: Generator, shared: int = REPEATS) -> LookupRows:
     """Random rows of a table; with more positions than tokens, so that tokens repeat."""
     index = torch.randint(layout.rows, (POINTS, shared), generator=generator)
@@ -188,6 +194,7 @@ def generic_pieces(size: int, generator: Generator) -> dict[str, list[Piece]]:
         "dense rows of a part": [dense(1, size - 1)],
         "dense rows that overlap": [dense(0, half + 1), dense(half - 1, size), dense(half, half + 1)],
         "a weight": [outer(upright, generator, 1)],
+        "a weight, the same cotangent everywhere": [fixed(with_bias, generator)],
         "a shared weight": [outer(turned, generator, REPEATS)],
         "a table": [lookup(table, generator)],
         "pieces of every kind that share parameters": [
@@ -208,6 +215,7 @@ def layout_pieces(layout: MatrixLayout, generator: Generator) -> dict[str, list[
     plain = replace(layout, bias=None)
     found: dict[str, list[Piece]] = {
         "its own weight": [outer(layout, generator, 1)],
+        "its own weight, the same cotangent everywhere": [fixed(layout, generator)],
         "its own weight, shared": [outer(layout, generator, REPEATS)],
         "its own weight, shared more": [outer(layout, generator, 5)],
         "its own weight, shared often": [outer(layout, generator, 20)],

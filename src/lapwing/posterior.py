@@ -54,6 +54,10 @@ class Gaussian:
         """Covariance of the outputs of each input, J Sigma J^T."""
         return self.precision.covariance(linear_map)
 
+    def variances(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs"]:
+        """Variance of every output alone: the diagonal of `covariance`, without the rest of it."""
+        return self.precision.variances(linear_map)
+
     def joint_covariance(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs batch outputs"]:
         """Covariance between the outputs of all inputs; spells out J [B, C, P], so for small batches."""
         rows = linear_map.rows()

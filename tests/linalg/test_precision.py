@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contracts import STRUCTURES, Case, Structure, all_pieces, close, generator, normal, priors, spelled_out
 from lapwing.errors import CurvatureError
-from lapwing.linalg import Piece, Precision, blocks, dense, diagonal, eigenbasis, gram
+from lapwing.linalg import Piece, Precision, blocks, dense, diagonal, eigenbasis, gram, rotation, sweep
 
 every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 
@@ -77,8 +77,74 @@ def test_quadratic_is_the_covariance_of_rows_in_any_form(structure: Structure) -
             expected = torch.einsum("r n p, p q, s n q -> n r s", rows[name], inverse, rows[name])
             try:
                 close(precision.quadratic(pieces), expected)
+                close(precision.squares(pieces), expected.diagonal(dim1=1, dim2=2))
             except AssertionError as error:
                 raise AssertionError(f"rows: {name}") from error
+
+
+PRECISIONS = torch.logspace(-3, 3, 7, dtype=torch.float64)
+
+
+@every_structure
+def test_a_sweep_is_the_squares_under_each_prior_precision(structure: Structure) -> None:
+    case = structure.make(generator())
+    inverses = [torch.linalg.inv(case.with_prior(precision)) for precision in PRECISIONS]
+    for name, pieces in all_pieces(case, generator(2)).items():
+        rows = spelled_out(pieces, case.size)
+        expected = torch.stack([torch.einsum("r n p, p q, r n q -> n r", rows, inverse, rows) for inverse in inverses])
+        try:
+            for found, one in zip(case.curvature.sweep(pieces, PRECISIONS), expected, strict=True):
+                close(found, one)  # each by its own scale
+        except AssertionError as error:
+            raise AssertionError(f"rows: {name}") from error
+
+
+@every_structure
+def test_a_sweep_of_a_multiple_is_that_of_the_scaled_matrix(structure: Structure) -> None:
+    """variance at scale s and prior d = variance at prior d / s, divided by s."""
+    case = structure.make(generator())
+    pieces = all_pieces(case, generator(2))["dense rows"]
+    close((case.curvature * 4.0).sweep(pieces, PRECISIONS), case.curvature.sweep(pieces, PRECISIONS / 4) / 4)
+
+
+@every_structure
+def test_a_sweep_is_differentiable_in_the_precisions(structure: Structure) -> None:
+    case = structure.make(generator())
+    pieces = all_pieces(case, generator(2))["dense rows"]
+    found, expected = (torch.tensor([0.3, 2.0], dtype=torch.float64, requires_grad=True) for _ in range(2))
+    case.curvature.sweep(pieces, found).sum().backward()
+    torch.stack([case.curvature.with_prior(d).squares(pieces) for d in expected]).sum().backward()
+    assert found.grad is not None
+    assert expected.grad is not None
+    close(found.grad, expected.grad)
+
+
+@every_structure
+@pytest.mark.parametrize(
+    ("precisions", "message"),
+    [
+        ([1.0, -0.5], "negative.*-0.5.*expected"),
+        ([1.0, float("nan")], "NaN or infinite.*expected"),
+        ([], "shape.*expected a vector"),
+    ],
+)
+def test_a_sweep_over_what_is_no_precision_is_refused(structure: Structure, precisions: list, message: str) -> None:
+    case = structure.make(generator())
+    pieces = all_pieces(case, generator(2))["dense rows"]
+    with pytest.raises(CurvatureError, match=message):
+        case.curvature.sweep(pieces, torch.tensor(precisions, dtype=torch.float64))
+
+
+@every_structure
+def test_a_sweep_that_starts_at_zero_is_refused_where_the_curvature_is_singular(structure: Structure) -> None:
+    case = structure.make(generator())
+    pieces = all_pieces(case, generator(2))["dense rows"]
+    precisions = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    if float(torch.linalg.eigvalsh(case.matrix).min()) > 1e-8:
+        close(case.curvature.sweep(pieces, precisions)[0], case.curvature.with_prior(0.0).squares(pieces))
+    else:
+        with pytest.raises(CurvatureError, match=r"not positive definite.*expected.*larger prior"):
+            case.curvature.sweep(pieces, precisions)
 
 
 @every_structure
@@ -89,8 +155,9 @@ def test_a_small_budget_cuts_the_work_and_changes_nothing(
     precision = case.curvature.with_prior(0.7)
     found = all_pieces(case, generator(2))
     whole = {name: precision.quadratic(pieces) for name, pieces in found.items()}
+    swept = {name: case.curvature.sweep(pieces, PRECISIONS) for name, pieces in found.items()}
     cut = 0
-    for module in (blocks, dense, diagonal, eigenbasis, gram):
+    for module in (blocks, dense, diagonal, eigenbasis, gram, rotation, sweep):
         for name in ("DEFAULT_BUDGET", "CACHE"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, 1)
@@ -98,6 +165,8 @@ def test_a_small_budget_cuts_the_work_and_changes_nothing(
     assert cut >= 3
     for name, pieces in found.items():
         close(precision.quadratic(pieces), whole[name])
+        close(precision.squares(pieces), whole[name].diagonal(dim1=1, dim2=2))
+        close(case.curvature.sweep(pieces, PRECISIONS), swept[name])
 
 
 @dataclass(frozen=True)
@@ -137,7 +206,11 @@ def test_covariance_goes_through_the_parts_of_a_map_in_order(structure: Structur
     jacobian = torch.cat([spelled_out(pieces, case.size).transpose(0, 1) for pieces in parts])
     linear_map = Map(tuple(parts), jacobian, *jacobian.shape[:2])
     for precision, matrix in with_every_prior(case):
-        close(precision.covariance(linear_map), jacobian @ torch.linalg.inv(matrix) @ jacobian.mT)
+        expected = jacobian @ torch.linalg.inv(matrix) @ jacobian.mT
+        close(precision.covariance(linear_map), expected)
+        close(precision.variances(linear_map), expected.diagonal(dim1=1, dim2=2))
+    swept = case.curvature.variances(linear_map, PRECISIONS)
+    close(swept, torch.stack([case.curvature.with_prior(d).variances(linear_map) for d in PRECISIONS]))
 
 
 # -- draws ----------------------------------------------------------------------------------------------------------
@@ -187,6 +260,10 @@ def outcomes(case: Case) -> dict[str, tuple[Callable[[Precision], Tensor], Calla
         "logdet": (lambda p: p.logdet(), lambda m: torch.linalg.slogdet(m).logabsdet),
         "solve": (lambda p: w @ p.solve(v), lambda m: w @ torch.linalg.solve(m, v)),
         "quadratic": (lambda p: (p.quadratic(pieces) * weights).sum(), quadratic),
+        "squares": (
+            lambda p: (p.squares(pieces) * weights[:, 0]).sum(),
+            lambda m: torch.einsum("r n p, p q, r n q, n r ->", rows, torch.linalg.inv(m), rows, weights[:, 0]),
+        ),
         "variance": (lambda p: w @ p.variance(), lambda m: w @ torch.linalg.inv(m).diagonal()),
     }
 

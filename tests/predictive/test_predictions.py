@@ -10,9 +10,10 @@ from lapwing import estimate
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import Categorical
 from lapwing.likelihoods import Gaussian as GaussianLikelihood
+from lapwing.linalg import Precision
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian
-from lapwing.predictive import draws, moments, network_draws, probabilities
+from lapwing.predictive import draws, moments, network_draws, probabilities, probit, variances
 from lapwing.tangent import Tangent
 from unchanged import unchanged
 
@@ -47,6 +48,22 @@ def test_noise_is_added_to_the_diagonal(classifier) -> None:
     torch.testing.assert_close(noisy - plain, 0.25 * torch.eye(4, dtype=torch.float64).expand(6, 4, 4))
     _, each = moments(posterior, tangent.at(x), sigma=torch.arange(1.0, 5.0))
     torch.testing.assert_close((each - plain)[0], torch.diag(torch.arange(1.0, 5.0).double() ** 2))
+
+
+def test_variances_are_the_diagonal_of_the_covariance(classifier) -> None:
+    tangent, posterior, x = classifier
+    for sigma in (None, 0.5, torch.arange(1.0, 5.0)):
+        mean, covariance = moments(posterior, tangent.at(x), sigma)
+        found = variances(posterior, tangent.at(x), sigma)
+        torch.testing.assert_close(found, (mean, covariance.diagonal(dim1=1, dim2=2)), rtol=1e-9, atol=0)
+
+
+def test_probit_never_asks_for_a_covariance(classifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    tangent, posterior, x = classifier
+    mean, covariance = moments(posterior, tangent.at(x))
+    expected = probit(mean, covariance.diagonal(dim1=1, dim2=2))
+    monkeypatch.setattr(Precision, "covariance", lambda *_: pytest.fail("asked for [B, C, C]"))
+    torch.testing.assert_close(probabilities(posterior, tangent.at(x), "probit"), expected)
 
 
 @pytest.mark.parametrize("link", ["probit", "probit_full", "bridge", "bridge_norm"])

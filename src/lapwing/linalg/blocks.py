@@ -5,8 +5,9 @@ Every operation is the blocks' own; memory and cost are their sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from jaxtyping import Float
@@ -93,6 +94,10 @@ class Blocks(Curvature):
             parts.append((block.segments, block.curvature.with_prior(local)))
         return BlocksPrecision(self.size, tuple(parts))
 
+    def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
+        assigned = _assigned(pieces, [block.segments for block in self.blocks])
+        return _sum(self.blocks[i].curvature.sweep(local, precisions) for i, local in assigned)
+
 
 @dataclass(frozen=True, eq=False)
 class BlocksPrecision(Precision):
@@ -130,12 +135,23 @@ class BlocksPrecision(Precision):
         return self._gathered([part.variance() for _, part in self.parts])
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
-        places = [segments for segments, _ in self.parts]
-        assigned: list[list[Piece]] = [[] for _ in self.parts]
-        for piece in pieces:
-            for i, local in route(piece, places):
-                assigned[i].append(local)
-        grams = [
-            precision.quadratic(local) for (_, precision), local in zip(self.parts, assigned, strict=True) if local
-        ]
-        return torch.stack(grams).sum(0)
+        assigned = _assigned(pieces, [segments for segments, _ in self.parts])
+        return _sum(self.parts[i][1].quadratic(local) for i, local in assigned)
+
+    def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
+        assigned = _assigned(pieces, [segments for segments, _ in self.parts])
+        return _sum(self.parts[i][1].squares(local) for i, local in assigned)
+
+
+def _assigned(pieces: Sequence[Piece], places: Sequence[Segments]) -> list[tuple[int, list[Piece]]]:
+    """The pieces of every block that has any, in its own coordinates."""
+    assigned: list[list[Piece]] = [[] for _ in places]
+    for piece in pieces:
+        for i, local in route(piece, places):
+            assigned[i].append(local)
+    return [(i, local) for i, local in enumerate(assigned) if local]
+
+
+def _sum(values: Iterable[Tensor]) -> Tensor:
+    """One block after the other, so that no more than two are held."""
+    return reduce(torch.add, values)

@@ -9,7 +9,7 @@ tensor(8.)
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,19 +18,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.gram import Formed, once
 from lapwing.linalg.psd import (
     Curvature,
     Multiple,
     Precision,
     check_finite,
     check_positive,
+    check_precisions,
     check_prior,
     check_scale,
     eigh,
     normal,
     same_kind,
 )
-from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, assemble, chunks, rows_of
+from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, OuterRows, Piece, assemble, chunks, rows_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +87,38 @@ class Dense(Curvature):
             )
         return CholeskyPrecision(factor)
 
+    def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
+        values, vectors = self.eigen
+        precisions = check_precisions(precisions).to(values)
+        check_positive((values.min() + precisions.min()).detach(), "curvature + prior")
+        rows = EigenPrecision(vectors, torch.ones_like(values))._whitened(pieces)
+        return torch.cat([Formed(each).sweep(values, precisions) for each in rows], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class FixedRows:
+    """Rows of one weight without sharing, whose left factor is the same for all data points, as in a last layer."""
+
+    layout: MatrixLayout
+    left: Float[Tensor, "r groups rows"]
+    right: Float[Tensor, "n groups width"]
+
+    def times(self, matrix: Float[Tensor, "params other"]) -> Iterator[Float[Tensor, "n r other"]]:
+        """Rows times a matrix: its own axis is taken apart and met by the inputs first, so that no row is formed."""
+        apart = self.layout.gather(matrix.mT)  # [other, k, o, i]
+        each = 2 * apart[..., 0].numel() * (1 + len(self.left) // self.left[0].numel()) * matrix.element_size()
+        for points in chunks(len(self.right), each, DEFAULT_BUDGET):
+            met = torch.einsum("n k i, p k o i -> n p k o", self.right[points], apart)
+            yield torch.einsum("r k o, n p k o -> n r p", self.left, met)
+
+
+def fixed_rows(pieces: Sequence[Piece]) -> FixedRows | None:
+    """The pieces as `FixedRows`, if they are that."""
+    if len(pieces) != 1 or not isinstance(pieces[0], OuterRows) or pieces[0].shared != 1:
+        return None
+    left = once(pieces[0].left[:, :, 0])
+    return FixedRows(pieces[0].layout, left[:, 0], pieces[0].right[:, 0]) if left.shape[1] == 1 else None
+
 
 class DensePrecision(Precision):
     """A precision held as a factor F with F F^T = precision^-1: subclasses say how to multiply by it."""
@@ -93,13 +127,29 @@ class DensePrecision(Precision):
     def whiten(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         """v F."""
 
-    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+    @property
+    @abstractmethod
+    def root(self) -> Float[Tensor, "params params"]:
+        """F up to a scale of its columns, see `scale`."""
+
+    @property
+    @abstractmethod
+    def scale(self) -> Float[Tensor, "*params"]:
+        """What the columns of `root` are multiplied by."""
+
+    def _whitened(self, pieces: Sequence[Piece]) -> Iterator[Float[Tensor, "n r params"]]:
+        """Rows times F, for a few data points at a time."""
+        if (fixed := fixed_rows(pieces)) is not None:
+            return (rows * self.scale for rows in fixed.times(self.root))
         count, batch = rows_of(pieces[0])
-        out = []
-        for rows in chunks(batch, 2 * 8 * count * self.size, DEFAULT_BUDGET):
-            white = self.whiten(assemble(pieces, self.size, rows)).transpose(0, 1)
-            out.append(white @ white.mT)
-        return torch.cat(out)
+        parts = chunks(batch, 2 * 8 * count * self.size, DEFAULT_BUDGET)
+        return (self.whiten(assemble(pieces, self.size, points)).transpose(0, 1) for points in parts)
+
+    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        return torch.cat([white @ white.mT for white in self._whitened(pieces)])
+
+    def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
+        return torch.cat([white.square().sum(-1) for white in self._whitened(pieces)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +165,14 @@ class EigenPrecision(DensePrecision):
 
     def whiten(self, v: Tensor) -> Tensor:
         return (v @ self.vectors) * self.values.rsqrt()
+
+    @property
+    def root(self) -> Float[Tensor, "params params"]:
+        return self.vectors
+
+    @property
+    def scale(self) -> Float[Tensor, " params"]:
+        return self.values.rsqrt()
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return ((v @ self.vectors) * self.values) @ self.vectors.mT
@@ -146,6 +204,19 @@ class CholeskyPrecision(DensePrecision):
         flat = v.reshape(-1, self.size)
         return torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT.reshape(v.shape)
 
+    @property
+    def root(self) -> Float[Tensor, "params params"]:
+        return self._inverse
+
+    @cached_property
+    def _inverse(self) -> Tensor:
+        eye = torch.eye(self.size, dtype=self.factor.dtype, device=self.factor.device)
+        return torch.linalg.solve_triangular(self.factor, eye, upper=False).mT
+
+    @property
+    def scale(self) -> Float[Tensor, ""]:
+        return self.factor.new_ones(())
+
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return (v @ self.factor) @ self.factor.mT
 
@@ -161,5 +232,4 @@ class CholeskyPrecision(DensePrecision):
         return 2 * self.factor.diagonal().log().sum()
 
     def variance(self) -> Float[Tensor, " params"]:
-        eye = torch.eye(self.size, dtype=self.factor.dtype, device=self.factor.device)
-        return torch.linalg.solve_triangular(self.factor, eye, upper=False).square().sum(0)
+        return self.root.square().sum(1)

@@ -14,18 +14,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.gram import weighted_gram
+from lapwing.linalg.gram import forms, weighted_gram, weighted_squares
 from lapwing.linalg.psd import (
     Curvature,
     Precision,
     check_finite,
     check_positive,
+    check_precisions,
     check_prior,
     check_scale,
     normal,
     same_kind,
 )
-from lapwing.linalg.rows import Piece
+from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, rows_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,16 @@ class Diagonal(Curvature):
         check_positive(total.detach(), "curvature + prior")
         return DiagonalPrecision(total)
 
+    def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
+        precisions = check_precisions(precisions).to(self.values)
+        check_finite(self.values, "the diagonal")
+        check_positive((self.values.min() + precisions.min()).detach(), "curvature + prior")
+        count, batch = rows_of(pieces[0])
+        total = self.values.new_zeros(len(precisions), batch, count)
+        for points, form, shaped in forms(pieces, DEFAULT_BUDGET // 4):
+            total[:, points] += form.sweep(shaped(self.values), precisions)
+        return total
+
 
 @dataclass(frozen=True, eq=False)
 class DiagonalPrecision(Precision):
@@ -85,3 +96,6 @@ class DiagonalPrecision(Precision):
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
         return weighted_gram(pieces, self.variance())
+
+    def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
+        return weighted_squares(pieces, self.variance())

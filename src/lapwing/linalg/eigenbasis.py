@@ -14,7 +14,7 @@ diagonal (token counts) and stored as such.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -34,30 +34,21 @@ from lapwing.linalg.factors import (
     last_entry,
     nearest_kronecker,
 )
-from lapwing.linalg.gram import lookup_gram, matrix_gram, outer_gram
+from lapwing.linalg.gram import Form, Lookup, Outer, add_grams, add_squares
 from lapwing.linalg.psd import (
     Curvature,
     Multiple,
     Precision,
     check_positive,
+    check_precisions,
     check_prior,
     check_scale,
     normal,
     same_kind,
 )
-from lapwing.linalg.rows import (
-    CACHE,
-    DEFAULT_BUDGET,
-    LookupRows,
-    MatrixLayout,
-    OuterRows,
-    Piece,
-    assemble,
-    chunks,
-    contract_bytes,
-    contract_folded,
-    rows_of,
-)
+from lapwing.linalg.rotation import EigenPart, rotated
+from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, Piece, rows_of
+from lapwing.linalg.sweep import outer_sweep
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,6 +170,29 @@ class Kronecker(Curvature):
             parts.append(EigenPart(part, row_vectors, col_vectors, values))
         return KroneckerPrecision(self.layout, tuple(parts))
 
+    def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
+        """Exact where rows are formed; without sharing to a relative 1e-6, by interpolation (see `sweep.py`)."""
+        if self.factored_damping:
+            return super().sweep(pieces, precisions)
+        row_values, row_vectors = self._eigen_rows
+        precisions = check_precisions(precisions).to(row_values)
+        eigen_cols = self._eigen_joint if self.joint_bias else self._eigen_separate
+        parts, cols = [], {}
+        for part, (col_values, col_vectors) in zip(self._parts(self.joint_bias), eigen_cols, strict=True):
+            values = row_values[:, :, None] * col_values[:, None, :]
+            check_positive((values.min() + precisions.min()).detach(), "Kronecker curvature + prior")
+            parts.append(EigenPart(part, row_vectors, col_vectors, values))
+            cols[part.start] = col_values
+        count, batch = rows_of(pieces[0])
+        total = row_values.new_zeros(len(precisions), batch, count)
+        for points, form, part in rotated(self.layout, parts, pieces, DEFAULT_BUDGET // 4):
+            if isinstance(form, Outer):
+                total[:, points] += outer_sweep(form, row_values, cols[part.part.start], precisions)
+            else:
+                values = part.values[0] if isinstance(form, Lookup) else part.values
+                total[:, points] += form.sweep(values, precisions)
+        return total
+
     def _both(self, deltas: list[Tensor], col_values: Tensor, col_vectors: Tensor | None) -> Tensor:
         """The prior of weight and bias, each by its share of an eigenvector: the derivative of logdet is then exact."""
         bias = last_entry(col_values, col_vectors).square().unsqueeze(1)
@@ -198,25 +212,6 @@ class Kronecker(Curvature):
                 )
         equal = bool(parts[0].reshape(-1)[0] == parts[-1].reshape(-1)[0])
         return [values.mean() for values in parts], equal
-
-
-@dataclass(frozen=True, eq=False)
-class EigenPart:
-    """Columns `part` of the matrix: Q_G [.] Q_A^T with precision eigenvalues [K, O, width of part]."""
-
-    part: slice
-    row_vectors: Tensor | None
-    col_vectors: Tensor | None
-    values: Float[Tensor, "groups rows cols"]
-
-    def rotate(self, matrix: Tensor) -> Tensor:
-        """Q_G^T M Q_A."""
-        matrix = matrix if self.row_vectors is None else self.row_vectors.mT @ matrix
-        return matrix if self.col_vectors is None else matrix @ self.col_vectors
-
-    def rotate_back(self, matrix: Tensor) -> Tensor:
-        matrix = matrix if self.row_vectors is None else self.row_vectors @ matrix
-        return matrix if self.col_vectors is None else matrix @ self.col_vectors.mT
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,74 +257,14 @@ class KroneckerPrecision(Precision):
         return self._map(self.parts[0].values.new_empty(shape), diagonal)
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
-        if len(pieces) == 1 and isinstance(pieces[0], OuterRows) and pieces[0].layout == self.layout:
-            return self._outer(pieces[0]) if pieces[0].shared == 1 else self._shared(pieces[0])
-        if len(pieces) == 1 and isinstance(pieces[0], LookupRows) and self._is_table(pieces[0].layout):
-            (part,) = self.parts
-            left = _rotate_vectors(pieces[0].left.unsqueeze(-2), part.col_vectors).squeeze(-2)
-            return lookup_gram(left, pieces[0].index, part.values[0].reciprocal())
-        return self._formed(pieces)
+        """Without sharing sum_j (g Q_G)_j (g' Q_G)_j [(a Q_A)^2 D^T]_j, with D the inverse eigenvalues."""
+        return add_grams(self._weighted(pieces), *rows_of(pieces[0]))
 
-    def _is_table(self, layout: MatrixLayout) -> bool:
-        """Whether this is the precision of a lookup table: diagonal along the rows, no bias, no groups."""
-        return layout == self.layout and len(self.parts) == 1 and self.parts[0].row_vectors is None
+    def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
+        return add_squares(self._weighted(pieces), *rows_of(pieces[0]))
 
-    def _outer(self, piece: OuterRows) -> Tensor:
-        """Without sharing: cov = sum_j (g Q_G)_j (g' Q_G)_j [(a Q_A)^2 D^T]_j."""
-        left, right = piece.left[:, :, 0], piece.right[:, 0]
-        grams = []
-        for part in self.parts:
-            rotated = _rotate_vectors(left, part.row_vectors)
-            inputs = _rotate_vectors(right[..., part.part], part.col_vectors)
-            grams.append(outer_gram(rotated, inputs, part.values.reciprocal()))
-        return torch.stack(grams).sum(0)
-
-    def _shared(self, piece: OuterRows) -> Tensor:
-        """With sharing the rows of this layer are formed; each side is rotated before or after, whichever is less."""
-        count, batch = rows_of(piece)
-        rows_before = piece.shared < self.layout.width
-        cols_before = piece.shared < count * self.layout.rows
-        grams = []
-        for part in self.parts:
-            right = _rotate_vectors(piece.right[..., part.part], part.col_vectors if cols_before else None)
-            weight = part.values.reciprocal().flatten()
-            blocks = []
-            for points in chunks(batch, contract_bytes(piece.left, right.shape[-1]), CACHE):
-                left = piece.left[:, points].permute(1, 3, 0, 4, 2)  # [n, k, r, o, t]
-                if rows_before and part.row_vectors is not None:
-                    left = part.row_vectors.mT.unsqueeze(1) @ left
-                matrix = contract_folded(left, right[points])
-                matrix = _rotate_last(matrix, None if cols_before else part.col_vectors)
-                matrix = _rotate_last(matrix.mT, None if rows_before else part.row_vectors).mT
-                blocks.append(matrix_gram(matrix.flatten(2), weight))
-            grams.append(torch.cat(blocks))
-        return torch.stack(grams).sum(0)
-
-    def _formed(self, pieces: Sequence[Piece]) -> Tensor:
-        """Rows given in any other way (several uses, another layout): spelled out within the budget."""
-        count, batch = rows_of(pieces[0])
-        total = []
-        for points in chunks(batch, 4 * 8 * count * self.size, DEFAULT_BUDGET):
-            matrix = self.layout.gather(assemble(pieces, self.size, points))
-            grams = [
-                matrix_gram(
-                    part.rotate(matrix[..., part.part]).flatten(2).transpose(0, 1), part.values.reciprocal().flatten()
-                )
-                for part in self.parts
-            ]
-            total.append(torch.stack(grams).sum(0))
-        return torch.cat(total)
-
-
-def _rotate_vectors(vectors: Float[Tensor, "*batch groups d"], rotation: Tensor | None) -> Tensor:
-    if rotation is None:
-        return vectors
-    if rotation.shape[0] == 1:
-        return (vectors.flatten(0, -2) @ rotation[0]).reshape(vectors.shape)
-    return (vectors.unsqueeze(-2) @ rotation).squeeze(-2)
-
-
-def _rotate_last(matrix: Float[Tensor, "*batch groups rows d"], rotation: Tensor | None) -> Tensor:
-    if rotation is None:
-        return matrix
-    return matrix @ (rotation[0] if rotation.shape[0] == 1 else rotation)
+    def _weighted(self, pieces: Sequence[Piece]) -> Iterator[tuple[slice, Form, Tensor]]:
+        for points, form, part in rotated(self.layout, self.parts, pieces):
+            # a lookup has one weight per entry of the table, and the table is one group
+            weight = part.values.reciprocal()
+            yield points, form, weight[0] if isinstance(form, Lookup) else weight

@@ -83,6 +83,18 @@ class Curvature(ABC):
     def __rmul__(self, scale: float | int | Tensor) -> Curvature:
         return self * scale
 
+    def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
+        """`with_prior(p).squares(pieces)` for each of k isotropic prior precisions p.
+
+        Structures rotate the rows once and not k times; a Kronecker block states a relative error (below 1e-6).
+        """
+        precisions = check_precisions(precisions)
+        return torch.stack([self.with_prior(precision).squares(pieces) for precision in precisions])
+
+    def variances(self, linear_map: LinearMap, precisions: Float[Tensor, " k"]) -> Float[Tensor, "k batch outputs"]:
+        """Variance of every output under each of k isotropic prior precisions, with one linearisation."""
+        return torch.cat([self.sweep(part.pieces(), precisions) for part in linear_map.parts()], dim=1)
+
 
 class Precision(ABC):
     """A symmetric positive definite matrix [P, P] that is solved with, sampled from and integrated."""
@@ -112,6 +124,14 @@ class Precision(ABC):
     @abstractmethod
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
         """row[r,n] precision^-1 row[s,n]^T for rows in factored form, one data point at a time."""
+
+    def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
+        """The diagonal of `quadratic`; structures that can do so leave the rest of it out."""
+        return self.quadratic(pieces).diagonal(dim1=-2, dim2=-1)
+
+    def variances(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs"]:
+        """The diagonal of `covariance`, without the rest of it: what many outputs allow."""
+        return torch.cat([self.squares(part.pieces()) for part in linear_map.parts()])
 
     def covariance(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs outputs"]:
         """J precision^-1 J^T of every input: the functional covariance, without [B, C, P]."""
@@ -184,6 +204,20 @@ def check_prior(precision: float | int | Tensor, size: int, like: Tensor) -> Flo
     if bool((delta < 0).any()):
         raise CurvatureError(f"prior precision is negative ({float(delta.min()):.3g}); expected numbers >= 0.")
     return delta
+
+
+def check_precisions(precisions: Tensor) -> Float[Tensor, " k"]:
+    """Prior precisions to compare: a vector, not empty, of finite numbers >= 0."""
+    if precisions.dim() != 1 or not len(precisions) or not precisions.is_floating_point():
+        raise CurvatureError(
+            f"prior precisions have shape {tuple(precisions.shape)} and dtype {precisions.dtype}; expected a vector of "
+            "at least one floating-point number, as from torch.logspace(-4, 4, 100)."
+        )
+    if not bool(torch.isfinite(precisions).all()):
+        raise CurvatureError("a prior precision is NaN or infinite; expected finite numbers >= 0.")
+    if bool((precisions < 0).any()):
+        raise CurvatureError(f"a prior precision is negative ({float(precisions.min()):.3g}); expected numbers >= 0.")
+    return precisions
 
 
 def check_finite(matrix: Tensor, what: str) -> None:

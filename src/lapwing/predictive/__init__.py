@@ -1,6 +1,6 @@
 """From a Gaussian over the weights to predictions: linearised in closed form or by draws, or the network sampled."""
 
-from lapwing.predictive.glm import draws, moments, probabilities
+from lapwing.predictive.glm import draws, moments, probabilities, variances
 from lapwing.predictive.links import bridge, bridge_norm, dirichlet, probit, probit_full, quadrature
 from lapwing.predictive.sampled import network_draws
 
@@ -15,4 +15,5 @@ __all__ = [
     "probit",
     "probit_full",
     "quadrature",
+    "variances",
 ]

@@ -17,11 +17,15 @@ from lapwing.posterior import Gaussian
 from lapwing.predictive.links import bridge, bridge_norm, probit, probit_full
 
 LINKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "probit": lambda mean, covariance: probit(mean, covariance.diagonal(dim1=-2, dim2=-1)),
+    "probit": probit,
     "probit_full": probit_full,
     "bridge": bridge,
     "bridge_norm": bridge_norm,
 }
+"""Class probabilities by name, from the mean and the variances (`MARGINAL`) or the covariance of the logits."""
+
+MARGINAL = frozenset({"probit"})
+"""Links that need the variance of each logit alone, so that [B, C, C] is never formed for them."""
 
 
 def moments(
@@ -35,6 +39,16 @@ def moments(
     return linear.value, covariance
 
 
+def variances(
+    posterior: Gaussian, linear: LinearMap, sigma: float | Tensor | None = None
+) -> tuple[Float[Tensor, "batch *out"], Float[Tensor, "batch *out"]]:
+    """Mean and variance of every output alone, of its shape; with `sigma`, of a noisy observation of it."""
+    variance = posterior.variances(linear)
+    if sigma is not None:
+        variance = variance + torch.as_tensor(sigma, dtype=variance.dtype, device=variance.device).square()
+    return linear.value, variance.reshape(linear.value.shape)
+
+
 def probabilities(posterior: Gaussian, linear: LinearMap, link: str = "probit") -> Float[Tensor, "batch classes"]:
     """Class probabilities in closed form, for outputs [B, C]; `link` names one of LINKS."""
     if link not in LINKS:
@@ -43,7 +57,7 @@ def probabilities(posterior: Gaussian, linear: LinearMap, link: str = "probit") 
         raise LapwingError(
             f"the outputs have shape {tuple(linear.value.shape)}; a closed form needs [batch, classes]. Use `draws`."
         )
-    return LINKS[link](*moments(posterior, linear))
+    return LINKS[link](*(variances if link in MARGINAL else moments)(posterior, linear))
 
 
 def draws(
