@@ -25,9 +25,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("posterior",),
     ("predictive", "evidence", "subnetwork"),
     ("validation",),
-    ("training",),
+    ("training", "serialize", "curvature"),
     ("laplace",),
-    ("serialize", "plots"),
+    ("utils", "plots"),
     ("applications",),
 )
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
@@ -148,7 +148,7 @@ def plant(root: Path, files: dict[str, str]) -> Path:
         ("tangent/model.py", "from lapwing import priors\n", "priors is a sibling"),
         ("priors.py", "from .likelihoods import gaussian\n", "likelihoods is a sibling"),
         ("metrics.py", "from lapwing.params import ParamSpace\n", "params may import only errors"),
-        ("laplace.py", "from lapwing.serialize import save\n", "serialize is above it"),
+        ("laplace.py", "from lapwing.plots import curve\n", "plots is above it"),
         ("posterior.py", "from lapwing import Laplace\n", "takes a name from the package"),
         ("posterior.py", "import lapwing\n", "takes a name from the package"),
         ("linalg/dense.py", "from benchmarks import timing\n", "outside the library"),

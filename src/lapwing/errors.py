@@ -35,5 +35,13 @@ class CurvatureError(LapwingError, ValueError):
     """A curvature or a precision is not what the operation needs: not PSD, wrong size, a prior it cannot carry."""
 
 
+class OptionError(LapwingError, ValueError):
+    """An option of the public face that is unknown, or that does not go with the others."""
+
+
+class NotFittedError(LapwingError, RuntimeError):
+    """A posterior was asked for something before it has seen data."""
+
+
 class LapwingWarning(UserWarning):
     """Category of every warning that lapwing issues."""

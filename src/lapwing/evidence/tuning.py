@@ -36,18 +36,26 @@ class Tuned:
 
 
 def gradient(
-    evidence: Evidence, prior: Prior, sigma: float | Tensor = 1.0, rounds: int = 100, tolerance: float = 1e-6
+    evidence: Evidence,
+    prior: Prior,
+    sigma: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    *,
+    fixed_noise: bool = False,
+    rounds: int = 100,
+    tolerance: float = 1e-6,
 ) -> Tuned:
-    """Maximises the evidence in the prior precisions, and in sigma where there is a noise level."""
+    """Maximises the evidence in the prior precisions, and in sigma where there is a noise level that is not fixed."""
     start = prior.precisions.detach().clamp(LOWEST, HIGHEST).log()
-    noise = torch.as_tensor(sigma, dtype=start.dtype, device=start.device).reshape(1).log()
-    free = torch.cat([start, noise]) if evidence.has_noise else start
+    noise = torch.as_tensor(sigma, dtype=start.dtype, device=start.device).detach().reshape(1)
+    noise_is_free = evidence.has_noise and not fixed_noise
+    free = torch.cat([start, noise.log()]) if noise_is_free else start
     free = free.clone().requires_grad_()
 
     def read() -> tuple[Prior, Tensor]:
         count = len(start)
         precisions = free[:count].exp().clamp(LOWEST, HIGHEST)
-        return prior.with_precisions(precisions), free[count].exp() if evidence.has_noise else torch.ones_like(free[0])
+        return prior.with_precisions(precisions), free[count].exp() if noise_is_free else noise[0]
 
     optimiser = torch.optim.LBFGS(
         [free], max_iter=rounds, tolerance_grad=tolerance, tolerance_change=0, line_search_fn="strong_wolfe"
@@ -57,7 +65,7 @@ def gradient(
         optimiser.zero_grad()
         with torch.enable_grad():
             found, level = read()
-            loss = -evidence.log_marginal(found, level)
+            loss = -evidence.log_marginal(found, level, temperature)
         if not bool(torch.isfinite(loss)):
             raise CurvatureError(
                 f"the evidence is {float(-loss.detach())} at prior precisions {found.precisions.tolist()[:5]}, sigma "
@@ -73,27 +81,35 @@ def gradient(
     rest = float((free.grad * free_to_move).abs().max()) if len(free) else 0.0
     with torch.no_grad():
         found, level = read()
-        value = evidence.log_marginal(found, level)
+        value = evidence.log_marginal(found, level, temperature)
     converged = rest <= max(100 * tolerance, torch.finfo(free.dtype).eps ** 0.5 * float(1 + value.abs()))
     taken = int(optimiser.state[free].get("n_iter", 0))
     return _checked(Tuned(_detached(found), level.detach(), value, converged, taken), "gradient")
 
 
 def mackay(
-    evidence: Evidence, prior: Prior, sigma: float | Tensor = 1.0, rounds: int = 1000, tolerance: float = 1e-8
+    evidence: Evidence,
+    prior: Prior,
+    sigma: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    *,
+    fixed_noise: bool = False,
+    rounds: int = 1000,
+    tolerance: float = 1e-8,
 ) -> Tuned:
-    """MacKay's re-estimation of one precision per group, and of the noise level."""
+    """MacKay's re-estimation of one precision per group, and of the noise level where it is not fixed."""
     squares = prior.sums((evidence.mean - prior.mean).square())
     level = torch.as_tensor(sigma, dtype=squares.dtype, device=squares.device)
     found, converged, taken = _detached(prior), False, 0
     with torch.no_grad():
         while not converged and taken < rounds:
             taken += 1
-            gamma = evidence.effective_parameters(found, level).clamp_min(0)
+            gamma = evidence.effective_parameters(found, level, temperature).clamp_min(0)
             precisions = (gamma / squares.clamp_min(torch.finfo(squares.dtype).tiny)).clamp(LOWEST, HIGHEST)
             fresh = level
-            if isinstance(evidence.fit, GaussianFit):
-                left = evidence.fit.targets - gamma.sum()
+            if isinstance(evidence.fit, GaussianFit) and not fixed_noise:
+                # at temperature T the evidence counts every target as 1 / T of one
+                left = evidence.fit.targets - float(temperature) * gamma.sum()
                 if bool(left <= 0):
                     raise CurvatureError(
                         f"the data determine {float(gamma.sum()):.1f} parameters with {evidence.fit.targets} targets, "
@@ -104,7 +120,7 @@ def mackay(
             change = torch.cat([(precisions / found.precisions).log(), (fresh / level).log().reshape(1)]).abs().max()
             found, level = found.with_precisions(precisions), fresh
             converged = bool(change < tolerance)
-        value = evidence.log_marginal(found, level)
+        value = evidence.log_marginal(found, level, temperature)
     return _checked(Tuned(found, level, value, converged, taken), "mackay")
 
 

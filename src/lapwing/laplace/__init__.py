@@ -1,0 +1,55 @@
+"""The public face: `Laplace`, the named posteriors, and training by the marginal likelihood."""
+
+from lapwing.laplace.base import BaseLaplace
+from lapwing.laplace.classes import (
+    BlocksLaplace,
+    DiagLaplace,
+    FullLaplace,
+    KronLaplace,
+    LowRankLaplace,
+    ParametricLaplace,
+)
+from lapwing.laplace.face import Laplace
+from lapwing.laplace.functional import FunctionalLaplace, FunctionalLLLaplace
+from lapwing.laplace.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
+from lapwing.laplace.marglik import marglik_training
+from lapwing.laplace.options import (
+    FeatureReduction,
+    HessianStructure,
+    Likelihood,
+    LinkApprox,
+    PredType,
+    PriorStructure,
+    SubsetOfWeights,
+    TuningMethod,
+)
+from lapwing.laplace.subnetwork import DiagSubnetLaplace, FullSubnetLaplace, SubnetLaplace
+
+__all__ = [
+    "BaseLaplace",
+    "BlocksLaplace",
+    "DiagLLLaplace",
+    "DiagLaplace",
+    "DiagSubnetLaplace",
+    "FeatureReduction",
+    "FullLLLaplace",
+    "FullLaplace",
+    "FullSubnetLaplace",
+    "FunctionalLLLaplace",
+    "FunctionalLaplace",
+    "HessianStructure",
+    "KronLLLaplace",
+    "KronLaplace",
+    "LLLaplace",
+    "Laplace",
+    "Likelihood",
+    "LinkApprox",
+    "LowRankLaplace",
+    "ParametricLaplace",
+    "PredType",
+    "PriorStructure",
+    "SubnetLaplace",
+    "SubsetOfWeights",
+    "TuningMethod",
+    "marglik_training",
+]

@@ -1,0 +1,360 @@
+"""BaseLaplace: the object most users touch. It binds network, likelihood, prior, estimator, posterior and predictions.
+
+All mathematics is below it. The model is used in eval mode, never changed, and every module has its own mode back
+afterwards. Hyper-parameters are in `hyper`, the choice of estimator in `structures`, closed forms in `predictions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from rich.progress import track
+from torch import Tensor, nn
+
+from lapwing.errors import OptionError, ParameterError
+from lapwing.estimate.passes import Watched
+from lapwing.laplace import predictions, state, tuning
+from lapwing.laplace.data import Pairs, Seen, evaluating
+from lapwing.laplace.hyper import Fitted, HyperParameters
+from lapwing.laplace.options import choose
+from lapwing.laplace.tasks import likelihood_of, noise_of
+from lapwing.laplace.structures import AnyTangent, recipe
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Curvature, DenseRows, LinearMap
+from lapwing.params import ParamSpace
+from lapwing.predictive import draws, network_draws
+from lapwing.tangent import Tangent
+from lapwing.tangent.inputs import map_tensors
+
+
+class BaseLaplace(HyperParameters):
+    """A Laplace posterior over the weights of `model`.
+
+    `likelihood` is "regression", "classification", "binary", "poisson", "heteroscedastic", or an object of
+    `lapwing.likelihoods`. `estimator` says where curvature comes from: "exact" (the generalised Gauss-Newton, default),
+    "fisher", "mc" (sampled Fisher), "empirical" or "hessian"; `backend` does the same with names of
+    `lapwing.curvature`. Other keyword arguments are options of the structure.
+    """
+
+    structure: ClassVar[str]
+    pred_types: ClassVar[tuple[str, ...]] = ("glm", "nn")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type | None = None,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        *,
+        estimator: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.model = model
+        self.likelihood = likelihood
+        self.distribution, own_sigma = likelihood_of(likelihood)
+        self.has_noise = own_sigma is not None
+        self._whole = ParamSpace.of(model)
+        self.enable_backprop = enable_backprop
+        self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
+        self.recipe = recipe(self.structure, estimator, backend, backend_kwargs, options)
+        super().__init__(noise_of(sigma_noise, own_sigma), prior_precision, prior_mean, temperature)
+        self._tangent: AnyTangent | None = None
+        self._bind(self._chosen_tangent(None))
+
+    @property
+    def _place(self) -> tuple[torch.dtype, torch.device]:
+        return self._whole.dtype, self._whole.device
+
+    # -- which parameters --------------------------------------------------------------------------------------------
+
+    def _chosen_tangent(self, x: Any | None) -> AnyTangent | None:
+        """The network as a function of the random parameters; None where that needs data (x) to be known."""
+        return Tangent(self.model, self._whole, differentiable=self.enable_backprop)
+
+    def _bind(self, tangent: AnyTangent | None) -> None:
+        if tangent is None:
+            return
+        self._tangent, self._space = tangent, tangent.space
+        self._check_prior(self._prior_precision)
+        self.prior_mean = self._prior_mean
+
+    # -- fitting -----------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """One pass over the data. With `override=False` the data are added to those already seen.
+
+        Interrupted at any point, the model and this posterior are as they were.
+        """
+        if progress_bar:
+            train_loader = track(train_loader, description="curvature")  # pyright: ignore[reportArgumentType]
+        pairs = self._data(Pairs(train_loader, self.dict_key_y, self._whole.device))
+        with evaluating(self.model):
+            pairs, tangent = self._tangent_for(pairs)
+            seen = Seen(self.has_noise)
+            watched = Watched(pairs, seen.start, seen.saw)
+            curvature = self.recipe(tangent, self.distribution, watched, generator)
+        assert seen.shape is not None
+        mean = tangent.space.values(self.model)
+        fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape)
+        if not override and self._fitted is not None:
+            fitted = self._fitted + fitted
+        self._bind(tangent)
+        self._fitted, self._posterior = fitted, None
+
+    def _data(self, pairs: Pairs) -> Iterable[Any]:
+        """The data that a fit sees: all, except where a class chooses a subset."""
+        return pairs
+
+    def _tangent_for(self, pairs: Iterable[Any]) -> tuple[Iterable[Any], AnyTangent]:
+        assert self._tangent is not None
+        return pairs, self._tangent
+
+    # -- the posterior over weights ------------------------------------------------------------------------------------
+
+    @property
+    def mean(self) -> Float[Tensor, " params"]:
+        """The mode: the trained weights, flat."""
+        return self.fitted.mean
+
+    @property
+    def H(self) -> Tensor | Curvature:
+        """The curvature at unit noise and temperature, summed over data: an object with `.dense()`."""
+        return self.fitted.curvature
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        """Weight vectors from the posterior."""
+        return self.posterior.sample(_count(n_samples), generator)
+
+    def log_prob(self, value: Float[Tensor, "*batch params"], normalized: bool = True) -> Float[Tensor, "*batch"]:
+        """Log density of the posterior at flat weights; without its constant where `normalized` is False."""
+        return self.posterior.log_prob(value) if normalized else -self.square_norm(value) / 2
+
+    def square_norm(self, value: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch"]:
+        """(value - mean)^T precision (value - mean)."""
+        self.space.check(value)
+        away = value - self.posterior.mean
+        return (away * self.posterior.precision.mv(away)).sum(-1)
+
+    def functional_variance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "batch outputs outputs"]:
+        """J Sigma J^T of every data point, for Jacobians that the user has."""
+        self.space.check(Js)
+        return self.posterior.precision.quadratic([DenseRows(0, Js.transpose(0, 1))])
+
+    def functional_covariance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "all all"]:
+        """J Sigma J^T over all data points and outputs, [B C, B C]."""
+        self.space.check(Js)
+        flat = Js.flatten(0, -2)
+        return flat @ self.posterior.precision.solve(flat).mT
+
+    # -- predictions ---------------------------------------------------------------------------------------------------
+
+    def linearise(self, x: Any) -> LinearMap:
+        """The network at the inputs x, and its Jacobian as a linear map."""
+        _ = self.space  # known before the first fit, except for a last layer that is still to be found
+        assert self._tangent is not None
+        with evaluating(self.model):
+            return self._tangent.at(self._inputs(x))
+
+    def _inputs(self, x: Any) -> Any:
+        if isinstance(x, Mapping):
+            x = {key: value for key, value in x.items() if key != self.dict_key_y}
+        return map_tensors(lambda t: t.to(self._whole.device), x)
+
+    def __call__(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Probabilities [B, *out] for classes and events; for numbers the mean [B, *out] and covariance [B, C, C].
+
+        The covariance is that of the function, without observation noise. `joint=True` gives mean [B C] and covariance
+        [B C, B C] over all inputs; `diagonal_output=True` the variances in the shape of the outputs. `pred_type="nn"`
+        averages the network itself at sampled weights. `link_approx` is "probit", "mc", "probit_full", "bridge",
+        "bridge_norm", or "quadrature" for a single logit. `fitting` is taken for compatibility and means nothing.
+        """
+        pred_type = self._pred_type(pred_type)
+        link = choose(link_approx, predictions.LINKS, "link_approx")
+        posterior = self.posterior
+        classes = predictions.has_probabilities(self.distribution)
+        if pred_type == "nn":
+            if joint:
+                raise OptionError("joint=True goes with pred_type='glm'; found 'nn'. Use functional_samples.")
+            out = self.predictive_samples(x, "nn", n_samples, generator=generator)
+            return out.mean(0) if classes else (out.mean(0), out.var(0))
+        with self._gradients():
+            linear = self.linearise(x)
+            if classes:
+                arguments = self.distribution, link, _count(n_samples), generator
+                return predictions.probabilities(posterior, linear, *arguments)
+            return predictions.moments(posterior, linear, joint=joint, diagonal=diagonal_output)
+
+    def predictive(self, x: Any, pred_type: str = "glm", link_approx: str = "probit", n_samples: int = 100) -> Any:
+        """As calling the object."""
+        return self(x, pred_type, link_approx=link_approx, n_samples=n_samples)
+
+    def functional_samples(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Float[Tensor, "n batch *out"]:
+        """Draws of the outputs f(x): one draw moves all inputs together, as one draw of the weights does.
+
+        `diagonal_output=True` draws every output on its own, from its marginal variance.
+        """
+        pred_type = self._pred_type(pred_type)
+        count, posterior = _count(n_samples), self.posterior
+        if pred_type == "nn":
+            if diagonal_output:
+                raise OptionError("diagonal_output=True goes with pred_type='glm'; found 'nn'. Leave it out.")
+            with evaluating(self.model):
+                tangent = Tangent(self.model, self.space)
+                return network_draws(posterior, tangent, self._inputs(x), count, generator)
+        with self._gradients():
+            linear = self.linearise(x)
+            if not diagonal_output:
+                return draws(posterior, linear, count, generator)
+            mean, variance = predictions.moments(posterior, linear, diagonal=True)
+            noise = torch.randn(count, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+            return mean + variance.sqrt() * noise
+
+    def predictive_samples(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Float[Tensor, "n batch *out"]:
+        """Draws of predictions: probabilities for classes and events, else of the function, without noise."""
+        found = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
+        return predictions.predicted(self.distribution, found)
+
+    def _pred_type(self, pred_type: str) -> str:
+        if str(getattr(pred_type, "value", pred_type)) == "gp" and "gp" not in self.pred_types:
+            raise OptionError(
+                f"pred_type='gp' was asked of {type(self).__name__}; expected 'glm' or 'nn'. For the Gaussian process "
+                "view use FunctionalLaplace, or Laplace(..., hessian_structure='gp')."
+            )
+        return choose(pred_type, self.pred_types, "pred_type")
+
+    def _gradients(self) -> Any:
+        return nullcontext() if self.enable_backprop else torch.no_grad()
+
+    # -- tuning --------------------------------------------------------------------------------------------------------
+
+    def optimize_prior_precision(
+        self,
+        pred_type: str = "glm",
+        method: str = "marglik",
+        n_steps: int = 100,
+        lr: float = 0.1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: str = "scalar",
+        val_loader: Iterable[Any] | None = None,
+        loss: Callable | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        *,
+        optimize_sigma_noise: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Sets the prior precision (with `optimize_sigma_noise` the noise as well) to what the data prefer.
+
+        marglik      maximises the evidence by L-BFGS until it comes to rest, at most `n_steps` rounds; `lr` is not used
+        adam         maximises the evidence by `n_steps` steps of Adam at `lr`
+        mackay       MacKay's fixed point, per group of the prior
+        gridsearch   the best of `grid_size` precisions on `val_loader`, by validation NLL or `loss`
+
+        The prior has one precision ("scalar"), one per parameter tensor ("layerwise"), one per module ("module") or
+        one per entry ("diag"). `verbose` reports through `logging`.
+        """
+        start = tuning.starting_precision(self.space, prior_structure, init_prior_prec)
+        chosen = choose(method, tuning.METHODS, "method")
+        if chosen == "gridsearch":
+            grid = tuning.Grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
+            tuning.check_scalar(prior_structure)
+            self._pred_type(pred_type)
+            found = self._gridsearch(pred_type, grid, val_loader, loss, link_approx, n_samples, generator)
+            sigma = None
+        else:
+            self._check_prior(start)
+            hyper = tuning.Start(start, self._prior_mean, self._sigma_noise, optimize_sigma_noise)
+            found, sigma = tuning.by_evidence(self, chosen, hyper, n_steps, lr)
+        self.prior_precision = found
+        if sigma is not None:
+            self.sigma_noise = sigma
+        tuning.report(self, chosen, verbose)
+
+    def _gridsearch(
+        self,
+        pred_type: str,
+        grid: tuning.Grid,
+        val_loader: Iterable[Any] | None,
+        loss: Callable | None,
+        link: str,
+        n_samples: int,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        if val_loader is None:
+            raise OptionError("method='gridsearch' has no val_loader; expected held-out data to score by.")
+        pairs = Pairs(val_loader, self.dict_key_y, self._whole.device)
+        with evaluating(self.model), torch.no_grad():
+            return tuning.by_validation(self, pairs, grid, pred_type, loss, link, n_samples, generator)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """Hyper-parameters and fit as tensors, numbers and strings; the model's weights are not in it."""
+        return state.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the hyper-parameters and the fit of a posterior of the same class over the same parameters."""
+        hyper, fitted = state.load(self, state_dict)
+        if fitted is not None:
+            self._bind_stored(state_dict)
+            state.check_parameters(self, state_dict)
+        for name, value in hyper.items():
+            setattr(self, name, value)
+        self._fitted, self._posterior = fitted, None
+
+    def _bind_stored(self, state_dict: Mapping[str, Any]) -> None:
+        """Binds the parameters that a state speaks of, where that is not known yet."""
+
+
+def _count(n: int) -> int:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ParameterError(f"n_samples is {n!r}; expected a whole number >= 1.")
+    return n

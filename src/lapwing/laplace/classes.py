@@ -1,0 +1,135 @@
+"""Posteriors over all weights: a structure for the curvature, and the form in which it is handed out.
+
+FullLaplace      [P, P]                  DiagLaplace    [P]
+KronLaplace      G (x) A per layer       BlocksLaplace  exact per layer
+LowRankLaplace   leading eigenvectors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lapwing.laplace.base import BaseLaplace
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Precision
+
+
+class ParametricLaplace(BaseLaplace):
+    """A Gaussian over weights whose curvature has a structure of its own."""
+
+    @property
+    def posterior_precision(self) -> Tensor | Precision:
+        """The precision as an object: mv, solve, draw, logdet, variance, covariance."""
+        return self.posterior.precision
+
+    @property
+    def posterior_variance(self) -> Float[Tensor, " params"]:
+        """Marginal variance of every weight."""
+        return self.posterior.variance()
+
+    @property
+    def posterior_covariance(self) -> Float[Tensor, "params params"]:
+        """Spelled out, O(P^2): for small posteriors."""
+        mean = self.fitted.mean
+        return self.posterior.precision.solve(torch.eye(len(mean), dtype=mean.dtype, device=mean.device))
+
+
+class FullLaplace(ParametricLaplace):
+    """Every covariance between weights: [P, P]."""
+
+    structure: ClassVar[str] = "full"
+
+    @property
+    def H(self) -> Float[Tensor, "params params"]:
+        return self.fitted.curvature.dense()
+
+    @property
+    def posterior_precision(self) -> Float[Tensor, "params params"]:
+        scale = 1 / (self._sigma_noise**2 * self._temperature)
+        return self.H * scale + torch.diag_embed(self.prior_precision_diag)
+
+    @property
+    def posterior_scale(self) -> Float[Tensor, "params params"]:
+        """Lower triangular L with L L^T the posterior covariance."""
+        return torch.linalg.cholesky(self.posterior_covariance)
+
+
+class DiagLaplace(ParametricLaplace):
+    """Weights independent of each other: [P]."""
+
+    structure: ClassVar[str] = "diag"
+
+    @property
+    def H(self) -> Float[Tensor, " params"]:
+        return self.fitted.curvature.diagonal()
+
+    @property
+    def posterior_precision(self) -> Float[Tensor, " params"]:
+        return self.H / (self._sigma_noise**2 * self._temperature) + self.prior_precision_diag
+
+    @property
+    def posterior_scale(self) -> Float[Tensor, " params"]:
+        """Standard deviation of every weight."""
+        return self.posterior_variance.sqrt()
+
+
+class KronLaplace(ParametricLaplace):
+    """One Kronecker product per layer. `damping=True` adds the prior to the factors (approximate) instead of exactly.
+
+    Options: `bias` "joint" (weight and bias in one block, default) or "separate"; `sharing` "expand" or "reduce";
+    `dense_limit`, up to which vectors get a dense block.
+    """
+
+    structure: ClassVar[str] = "kron"
+    _per_entry_prior = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type | None = None,
+        damping: bool = False,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.damping = damping
+        if damping:
+            options["factored_damping"] = True
+        super().__init__(
+            model=model,
+            likelihood=likelihood,
+            sigma_noise=sigma_noise,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            enable_backprop=enable_backprop,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            backend=backend,
+            backend_kwargs=backend_kwargs,
+            **options,
+        )
+
+
+class BlocksLaplace(ParametricLaplace):
+    """The exact curvature within each layer, nothing between layers. Option: `by` "layer" or "tensor"."""
+
+    structure: ClassVar[str] = "blocks"
+
+
+class LowRankLaplace(ParametricLaplace):
+    """The `rank` leading eigenvectors of the curvature; the prior everywhere else."""
+
+    structure: ClassVar[str] = "lowrank"

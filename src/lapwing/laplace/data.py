@@ -1,0 +1,86 @@
+"""Loaders as users have them: pairs, or mappings with the targets among them; and the model in eval mode meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.errors import DataError
+from lapwing.evidence import GaussianFit
+from lapwing.tangent.inputs import map_tensors
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A loader as pairs (x, y) on the model's device; of a mapping, y is the entry `key_y` and x the others."""
+
+    loader: Iterable[Any]
+    key_y: str
+    device: torch.device
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.pair, self.loader)
+
+    def pair(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            if self.key_y not in batch:
+                raise DataError(
+                    f"a batch has the entries {list(batch)}; expected the targets under {self.key_y!r}. Set dict_key_y "
+                    "to the name they have."
+                )
+            batch = {key: value for key, value in batch.items() if key != self.key_y}, batch[self.key_y]
+        return map_tensors(lambda t: t.to(self.device), batch)
+
+
+def peek(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """The first batch, and a loader that still has it."""
+    iterator = iter(loader)
+    source = loader.loader if isinstance(loader, Pairs) else loader
+    for first in iterator:
+        return first, chain([first], iterator) if isinstance(source, Iterator) else loader
+    raise DataError("the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last.")
+
+
+@dataclass
+class Seen:
+    """What a pass over the data has seen: points, the log-likelihood or the squared residuals, the outputs' shape."""
+
+    regression: bool
+    points: int = 0
+    targets: int = 0
+    total: Tensor | float = 0.0
+    shape: torch.Size | None = field(default=None)
+
+    def start(self) -> None:
+        self.points, self.targets, self.total, self.shape = 0, 0, 0.0, None
+
+    def saw(self, value: Tensor, y: Tensor, log_prob: Tensor) -> None:
+        self.points += len(value)
+        self.targets += value.numel()
+        # sequences may have another length in every batch; the shape of the first says how many outputs there are
+        self.shape = value.shape[1:] if self.shape is None else self.shape
+        part = (value - y).double().square().sum() if self.regression else log_prob.double().sum()
+        self.total = self.total + part
+
+    def fit(self, dtype: torch.dtype) -> Tensor | GaussianFit:
+        assert isinstance(self.total, Tensor)
+        total = self.total.detach().to(dtype)
+        return GaussianFit(self.targets, total) if self.regression else total
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; every module gets its own mode back, whatever happens."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

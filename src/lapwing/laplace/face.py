@@ -1,0 +1,65 @@
+"""Laplace(...): the posterior of a network by the names of its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lapwing.errors import OptionError
+from lapwing.laplace.base import BaseLaplace
+from lapwing.laplace.classes import BlocksLaplace, DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
+from lapwing.laplace.functional import FunctionalLaplace, FunctionalLLLaplace
+from lapwing.laplace.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace
+from lapwing.laplace.options import HessianStructure, SubsetOfWeights, choose
+from lapwing.laplace.subnetwork import DiagSubnetLaplace, FullSubnetLaplace
+from lapwing.likelihoods import Likelihood
+
+CLASSES: dict[tuple[str, str], type[BaseLaplace]] = {
+    ("all", "full"): FullLaplace,
+    ("all", "kron"): KronLaplace,
+    ("all", "diag"): DiagLaplace,
+    ("all", "blocks"): BlocksLaplace,
+    ("all", "lowrank"): LowRankLaplace,
+    ("all", "gp"): FunctionalLaplace,
+    ("last_layer", "full"): FullLLLaplace,
+    ("last_layer", "kron"): KronLLLaplace,
+    ("last_layer", "diag"): DiagLLLaplace,
+    ("last_layer", "gp"): FunctionalLLLaplace,
+    ("subnetwork", "full"): FullSubnetLaplace,
+    ("subnetwork", "diag"): DiagSubnetLaplace,
+}
+
+
+def Laplace(
+    model: nn.Module,
+    likelihood: str | Likelihood,
+    subset_of_weights: str = "last_layer",
+    hessian_structure: str = "kron",
+    *arguments: Any,
+    **options: Any,
+) -> BaseLaplace:
+    """A Laplace posterior over all weights, the last layer or a sub-network, with curvature of the given structure.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> with torch.no_grad(): _ = model.weight.fill_(0.9)           # the mode of the posterior below
+    >>> x, y = torch.ones(9, 1), torch.ones(9, 1)
+    >>> la = Laplace(model, "regression", subset_of_weights="all", hessian_structure="full")
+    >>> la.fit([(x, y)])
+    >>> mean, variance = la(torch.tensor([[2.0]]))
+    >>> round(mean.item(), 6), round(variance.item(), 6)            # 2 * 0.9, and 2^2 / (9 + 1)
+    (1.8, 0.4)
+    """
+    subset = choose(subset_of_weights, [each.value for each in SubsetOfWeights], "subset_of_weights")
+    structure = choose(hessian_structure, [each.value for each in HessianStructure], "hessian_structure")
+    if (subset, structure) not in CLASSES:
+        possible = [name for chosen, name in CLASSES if chosen == subset]
+        raise OptionError(f"subset_of_weights={subset!r} has no structure {structure!r}; expected one of {possible}.")
+    if subset == "subnetwork" and not arguments and "subnetwork_indices" not in options:
+        raise OptionError(
+            "subset_of_weights='subnetwork' without subnetwork_indices; expected positions in the flat parameter "
+            "vector. A mask of lapwing.utils selects some: LargestMagnitudeSubnetMask(model, n_params_subnet=100)."
+        )
+    return CLASSES[subset, structure](model, likelihood, *arguments, **options)

@@ -1,0 +1,81 @@
+"""The posterior in function space: the same Gaussian, computed from the Gram matrix of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lapwing import estimate
+from lapwing.errors import OptionError, ParameterError
+from lapwing.laplace.base import BaseLaplace
+from lapwing.laplace.data import Pairs
+from lapwing.laplace.last_layer import LLLaplace
+from lapwing.likelihoods import Likelihood
+
+
+class FunctionalLaplace(BaseLaplace):
+    """The same posterior from the Gram matrix of the data (a Gaussian process): exact, for any number of weights.
+
+    Work grows with (data x outputs)^3, so `n_subset` may choose that many data points at random (`seed`); posterior
+    and evidence are then those of the subset. None takes all data.
+    """
+
+    structure: ClassVar[str] = "gp"
+    pred_types: ClassVar[tuple[str, ...]] = ("gp", "glm", "nn")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        n_subset: int | None = None,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type | None = None,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        independent_outputs: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        if independent_outputs:
+            raise OptionError(
+                "independent_outputs=True leaves out the covariance between outputs; expected False. The Gram matrices "
+                "are formed layer by layer, which makes the exact kernel affordable; use n_subset for many data."
+            )
+        if n_subset is not None and n_subset < 1:
+            raise ParameterError(f"n_subset is {n_subset}; expected a number of data points >= 1, or None for all.")
+        self.n_subset, self.seed = n_subset, seed
+        super().__init__(
+            model=model,
+            likelihood=likelihood,
+            sigma_noise=sigma_noise,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            enable_backprop=enable_backprop,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            backend=backend,
+            backend_kwargs=backend_kwargs,
+            **options,
+        )
+
+    def _data(self, pairs: Pairs) -> Iterable[Any]:
+        if self.n_subset is None:
+            return pairs
+        return estimate.subset(pairs, self.n_subset, torch.Generator().manual_seed(self.seed))
+
+    def _pred_type(self, pred_type: str) -> str:
+        chosen = super()._pred_type(pred_type)
+        return "glm" if chosen == "gp" else chosen
+
+
+class FunctionalLLLaplace(FunctionalLaplace, LLLaplace):
+    """The Gaussian process of the last layer; `last_layer_name` and `feature_reduction` as there."""

@@ -1,0 +1,302 @@
+"""What a fitted posterior knows, and its hyper-parameters: prior precision, noise, temperature. No data, no network.
+
+`Fitted` is the result of a pass over the data: the curvature at unit noise, the mode, and how well the mode fits.
+Hyper-parameters can be changed at any time without another pass: the precision is curvature / (sigma^2 T) + prior.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import CurvatureError, NotFittedError, OptionError, ParameterError
+from lapwing.evidence import Evidence, GaussianFit
+from lapwing.linalg import Curvature, Precision
+from lapwing.params import ParamSpace
+from lapwing.posterior import Gaussian
+from lapwing.priors import Prior
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A pass over the data: sums, so that data sets add."""
+
+    curvature: Curvature
+    mean: Float[Tensor, " params"]
+    fit: Float[Tensor, ""] | GaussianFit
+    n_data: int
+    output_shape: torch.Size
+
+    def __add__(self, other: Fitted) -> Fitted:
+        """The fit of both data sets, at the same weights and for the same outputs."""
+        if not torch.equal(self.mean, other.mean):
+            raise ParameterError(
+                "the model's weights have changed since the first fit; expected the same, as curvatures add only at "
+                "one point. Fit all data again with override=True."
+            )
+        if self.output_shape != other.output_shape:
+            raise ParameterError(
+                f"the outputs have shape {tuple(other.output_shape)} and had {tuple(self.output_shape)} in the first "
+                "fit; expected the same."
+            )
+        if isinstance(self.fit, GaussianFit) and isinstance(other.fit, GaussianFit):
+            fit = GaussianFit(self.fit.targets + other.fit.targets, self.fit.squares + other.fit.squares)
+        else:
+            assert isinstance(self.fit, Tensor)
+            assert isinstance(other.fit, Tensor)
+            fit = self.fit + other.fit
+        curvature, count = self.curvature + other.curvature, self.n_data + other.n_data
+        return Fitted(curvature, self.mean, fit, count, self.output_shape)
+
+
+def prior_of(space: ParamSpace, precision: Tensor, mean: float | Tensor) -> Prior:
+    """The prior that a number of precisions means: one, one per tensor, one per module, or one per entry."""
+    count = precision.numel()
+    if count == 1:
+        return Prior.isotropic(space, precision.reshape(()), mean)
+    if space.index is not None and count == space.size:
+        return Prior.diagonal(space, precision, mean)
+    if count == len(space.names):
+        return Prior.per_tensor(space, precision, mean)
+    if count == len(space.layers):
+        return Prior.layerwise(space, precision, mean)
+    if count == space.size:
+        return Prior.diagonal(space, precision, mean)
+    raise ParameterError(
+        f"prior_precision has {count} entries; expected 1, {len(space.names)} (one per parameter tensor), "
+        f"{len(space.layers)} (one per module) or {space.size} (one per entry)."
+    )
+
+
+class HyperParameters:
+    """Prior, noise and temperature of a posterior, and all that follows from them without data."""
+
+    has_noise: bool
+    """Whether there is a noise level sigma that can change without another pass."""
+    _per_entry_prior: bool = True
+
+    def __init__(
+        self,
+        sigma_noise: float | Tensor,
+        prior_precision: float | Tensor,
+        prior_mean: float | Tensor,
+        temperature: float | Tensor,
+    ) -> None:
+        self._fitted: Fitted | None = None
+        self._space: ParamSpace | None = None
+        self._posterior: Gaussian | None = None
+        self.sigma_noise = sigma_noise
+        self.prior_precision = prior_precision
+        self.prior_mean = prior_mean
+        self.temperature = temperature
+
+    # -- the numbers -----------------------------------------------------------------------------------------------
+
+    @property
+    def prior_precision(self) -> Float[Tensor, " groups"]:
+        """One precision, one per parameter tensor, one per module, or one per entry."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        value = self._number(value, "prior_precision")
+        if value.dim() > 1:
+            raise ParameterError(f"prior_precision has shape {tuple(value.shape)}; expected a number or a vector.")
+        value = value.reshape(-1)
+        checked = value.detach()
+        if not len(value) or not bool(torch.isfinite(checked).all()) or bool((checked < 0).any()):
+            raise ParameterError(
+                f"prior_precision is {checked.tolist()[:5]}; expected finite numbers >= 0 (and not none of them)."
+            )
+        if self._space is not None:
+            self._check_prior(value)
+        self._prior_precision, self._posterior = value, None
+
+    @property
+    def prior_mean(self) -> Float[Tensor, "..."]:
+        return self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: float | Tensor) -> None:
+        value = self._number(value, "prior_mean")
+        value = value.reshape(()) if value.numel() == 1 else value
+        if self._space is not None:
+            prior_of(self._space, self._prior_precision.detach(), value)
+        self._prior_mean = value
+
+    @property
+    def sigma_noise(self) -> Float[Tensor, "..."]:
+        """Standard deviation of the observation noise of a regression; 1 for every other likelihood."""
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: float | Tensor) -> None:
+        value = self._number(value, "sigma_noise")
+        if value.numel() != 1:
+            raise ParameterError(
+                f"sigma_noise has shape {tuple(value.shape)}; expected one number. For one noise level per output give "
+                "likelihood=lapwing.likelihoods.Gaussian(sigma=...), which is then fixed."
+            )
+        value = value.reshape(())
+        number = float(value.detach())
+        if not (0 < number < float("inf")):
+            raise ParameterError(f"sigma_noise is {number}; expected a finite number > 0.")
+        if not self.has_noise and number != 1:
+            raise OptionError(
+                f"sigma_noise is {number} for a likelihood without a free noise level; expected 1. Only "
+                "likelihood='regression' has one."
+            )
+        self._sigma_noise, self._posterior = value, None
+
+    @property
+    def temperature(self) -> Float[Tensor, ""]:
+        """Divides log-likelihood and curvature: below 1 the posterior is colder, narrower than Bayes' rule."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float | Tensor) -> None:
+        value = self._number(value, "temperature").reshape(())
+        if not (0 < float(value.detach()) < float("inf")):
+            raise ParameterError(f"temperature is {float(value.detach())}; expected a finite number > 0.")
+        self._temperature, self._posterior = value, None
+
+    def _number(self, value: object, name: str) -> Tensor:
+        dtype, device = self._place
+        try:
+            return torch.as_tensor(value, dtype=dtype, device=device)
+        except (TypeError, ValueError) as error:
+            raise ParameterError(f"{name} is {value!r}; expected a number or a tensor.") from error
+
+    @property
+    def _place(self) -> tuple[torch.dtype, torch.device]:
+        """Dtype and device of the hyper-parameters."""
+        raise NotImplementedError
+
+    def _check_prior(self, precision: Tensor) -> None:
+        assert self._space is not None
+        prior = prior_of(self._space, precision.detach(), 0.0)
+        if prior.structure == "diagonal" and not self._per_entry_prior:
+            raise CurvatureError(
+                "one prior precision per entry was given to a Kronecker posterior, whose blocks carry one per weight "
+                f"and one per bias; expected 1, {len(self._space.names)} (per tensor) or {len(self._space.layers)} "
+                "(per module) numbers. Use hessian_structure 'full', 'diag' or 'blocks' for a diagonal prior."
+            )
+
+    # -- what follows from them -------------------------------------------------------------------------------------
+
+    @property
+    def fitted(self) -> Fitted:
+        if self._fitted is None:
+            raise NotFittedError("this posterior has seen no data; expected fit(train_loader) to be called first.")
+        return self._fitted
+
+    @property
+    def space(self) -> ParamSpace:
+        """The parameters that are treated as random."""
+        if self._space is None:
+            raise NotFittedError("the last layer is found when data are seen; call fit first, or give last_layer_name.")
+        return self._space
+
+    @property
+    def prior(self) -> Prior:
+        return prior_of(self.space, self._prior_precision, self._prior_mean)
+
+    @property
+    def evidence(self) -> Evidence:
+        """The evidence as a function of prior, noise and temperature."""
+        return Evidence(self.fitted.curvature, self.fitted.mean, self.fitted.fit)
+
+    @property
+    def precision(self) -> Precision:
+        """curvature / (sigma^2 T) + prior, differentiable in all three."""
+        return self.evidence.precision(self.prior, self._sigma_noise, self._temperature)
+
+    @property
+    def posterior(self) -> Gaussian:
+        """The Gaussian over the weights; kept until a hyper-parameter changes."""
+        if self._posterior is None:
+            with torch.no_grad():
+                self._posterior = Gaussian(self.fitted.mean, self.precision)
+        return self._posterior
+
+    @property
+    def n_data(self) -> int:
+        """How many data points were seen: counted, not asked of the loader."""
+        return 0 if self._fitted is None else self._fitted.n_data
+
+    @property
+    def n_outputs(self) -> int:
+        return self.fitted.output_shape.numel()
+
+    @property
+    def n_params(self) -> int:
+        return self.space.size
+
+    @property
+    def n_layers(self) -> int:
+        """Number of parameter tensors: as many precisions as a layerwise prior has."""
+        return len(self.space.names)
+
+    @property
+    def prior_precision_diag(self) -> Float[Tensor, " params"]:
+        return self.prior.precision().expand(self.space.size)
+
+    @property
+    def loss(self) -> Float[Tensor, ""]:
+        """Negative log-likelihood of the mode up to noise and constants: half the squared residuals in regression."""
+        fit = self.fitted.fit
+        return fit.squares / 2 if isinstance(fit, GaussianFit) else -fit
+
+    @property
+    def log_likelihood(self) -> Float[Tensor, ""]:
+        """Of the mode, every constant included, divided by the temperature."""
+        fit = self.fitted.fit
+        value = fit.log_likelihood(self._sigma_noise) if isinstance(fit, GaussianFit) else fit
+        return value / self._temperature
+
+    @property
+    def scatter(self) -> Float[Tensor, ""]:
+        return self.prior.scatter(self.fitted.mean)
+
+    @property
+    def log_det_prior_precision(self) -> Float[Tensor, ""]:
+        return self.prior.logdet()
+
+    @property
+    def log_det_posterior_precision(self) -> Float[Tensor, ""]:
+        return self.precision.logdet()
+
+    @property
+    def log_det_ratio(self) -> Float[Tensor, ""]:
+        return self.log_det_posterior_precision - self.log_det_prior_precision
+
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+    ) -> Float[Tensor, ""]:
+        """log Z of the Laplace approximation, differentiable in its arguments, which become the posterior's own."""
+        before = self._prior_precision, self._sigma_noise
+        try:
+            if sigma_noise is not None:
+                if not self.has_noise:
+                    raise OptionError("sigma_noise was given for a likelihood without a noise level; expected none.")
+                self.sigma_noise = sigma_noise
+            if prior_precision is not None:
+                self.prior_precision = prior_precision
+            value = self.evidence.log_marginal(self.prior, self._sigma_noise, self._temperature)
+        except BaseException:
+            self._prior_precision, self._sigma_noise = before
+            self._posterior = None
+            raise
+        if prior_precision is not None:
+            self._prior_precision = self._prior_precision.detach()
+        if sigma_noise is not None:
+            self._sigma_noise = self._sigma_noise.detach()
+        return value
+
+    def effective_parameters(self) -> Float[Tensor, " groups"]:
+        """gamma per group of the prior: how many of its parameters the data determine."""
+        with torch.no_grad():
+            return self.evidence.effective_parameters(self.prior, self._sigma_noise, self._temperature)

@@ -1,0 +1,115 @@
+"""marglik_training: weights and hyper-parameters in one run, by the names that users of laplace-torch know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import nn
+
+from lapwing import training
+from lapwing.estimate.passes import Batches
+from lapwing.laplace.base import BaseLaplace
+from lapwing.laplace.data import Pairs
+from lapwing.laplace.face import Laplace
+from lapwing.laplace.options import PriorStructure, choose
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Curvature
+from lapwing.params import ParamSpace
+from lapwing.tangent import Tangent
+
+_PRIORS = {"scalar": "isotropic", "layerwise": "per_tensor", "module": "layerwise", "diag": "diagonal"}
+
+
+def marglik_training(
+    model: nn.Module,
+    train_loader: Iterable[Any],
+    likelihood: str | Likelihood = "classification",
+    hessian_structure: str = "kron",
+    backend: type | None = None,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.Adam,
+    optimizer_kwargs: Mapping[str, Any] | None = None,
+    scheduler_cls: type | None = None,
+    scheduler_kwargs: Mapping[str, Any] | None = None,
+    n_epochs: int = 300,
+    lr_hyp: float = 0.1,
+    prior_structure: str = "layerwise",
+    n_epochs_burnin: int = 0,
+    n_hypersteps: int = 10,
+    marglik_frequency: int = 1,
+    prior_prec_init: float = 1.0,
+    sigma_noise_init: float = 1.0,
+    temperature: float = 1.0,
+    fix_sigma_noise: bool = False,
+    progress_bar: bool = False,
+    enable_backprop: bool = False,
+    dict_key_x: str = "input_ids",
+    dict_key_y: str = "labels",
+    *,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> tuple[BaseLaplace, nn.Module, list[float], list[float]]:
+    """Trains the model in place by MAP steps and evidence steps in turn, and returns its fitted posterior.
+
+    Returns (posterior, model, negative log evidence at every hyper-step, loss of every epoch). The model has the
+    weights with the largest evidence, and every module the mode it came with. A scheduler takes a step per batch.
+    """
+    structure = choose(prior_structure, [each.value for each in PriorStructure], "prior_structure")
+    laplace = Laplace(
+        model,
+        likelihood,
+        "all",
+        hessian_structure,
+        backend=backend,
+        temperature=temperature,
+        enable_backprop=enable_backprop,
+        dict_key_x=dict_key_x,
+        dict_key_y=dict_key_y,
+        **options,
+    )
+    space = ParamSpace.of(model)
+    laplace.prior_precision = _start(space, structure, prior_prec_init)
+
+    def estimator(
+        tangent: Tangent, distribution: Likelihood, batches: Batches, *, generator: torch.Generator | None = None
+    ) -> Curvature:
+        return laplace.recipe(tangent, distribution, batches, generator)
+
+    pairs = Pairs(train_loader, dict_key_y, space.device)
+    with Progress(disable=not progress_bar) as progress:
+        task = progress.add_task("training", total=n_epochs)
+        found = training.train(
+            model,
+            pairs,
+            laplace.distribution,
+            estimator=estimator,
+            prior=_PRIORS[structure],
+            precision=prior_prec_init,
+            sigma=sigma_noise_init if laplace.has_noise else None,
+            optimizer_cls=optimizer_cls,
+            optimizer_kwargs=optimizer_kwargs,
+            scheduler_cls=scheduler_cls,
+            scheduler_kwargs=scheduler_kwargs,
+            scheduler_per_batch=True,
+            epochs=n_epochs,
+            burn_in=n_epochs_burnin,
+            every=marglik_frequency,
+            hyper_steps=n_hypersteps,
+            hyper_lr=lr_hyp,
+            temperature=temperature,
+            fixed_noise=fix_sigma_noise,
+            generator=generator,
+            callback=lambda _: progress.advance(task),
+        )
+    laplace.prior_precision = found.prior.precisions
+    if laplace.has_noise:
+        laplace.sigma_noise = found.sigma
+    laplace.fit(pairs, generator=generator)
+    return laplace, model, [-value for value in found.steps], list(found.losses)
+
+
+def _start(space: ParamSpace, structure: str, precision: float) -> torch.Tensor:
+    count = {"scalar": 1, "layerwise": len(space.names), "module": len(space.layers), "diag": space.size}[structure]
+    return torch.full((count,), precision, dtype=space.dtype, device=space.device)

@@ -1,0 +1,89 @@
+"""Names that the public face takes as strings: what they stand for, and the nearest one when a name is unknown.
+
+The enumerations carry the values that users of laplace-torch know; their members are strings, so either form works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from enum import Enum, StrEnum
+
+from lapwing.errors import OptionError
+
+
+class SubsetOfWeights(StrEnum):
+    ALL = "all"
+    LAST_LAYER = "last_layer"
+    SUBNETWORK = "subnetwork"
+
+
+class HessianStructure(StrEnum):
+    FULL = "full"
+    KRON = "kron"
+    DIAG = "diag"
+    LOWRANK = "lowrank"
+    GP = "gp"
+    BLOCKS = "blocks"
+
+
+class Likelihood(StrEnum):
+    REGRESSION = "regression"
+    CLASSIFICATION = "classification"
+    BINARY = "binary"
+    POISSON = "poisson"
+    HETEROSCEDASTIC = "heteroscedastic"
+
+
+class PredType(StrEnum):
+    GLM = "glm"
+    NN = "nn"
+    GP = "gp"
+
+
+class LinkApprox(StrEnum):
+    MC = "mc"
+    PROBIT = "probit"
+    PROBIT_FULL = "probit_full"
+    QUADRATURE = "quadrature"
+    BRIDGE = "bridge"
+    BRIDGE_NORM = "bridge_norm"
+
+
+class TuningMethod(StrEnum):
+    MARGLIK = "marglik"
+    ADAM = "adam"
+    MACKAY = "mackay"
+    GRIDSEARCH = "gridsearch"
+
+
+class PriorStructure(StrEnum):
+    """`layerwise` is one precision per parameter tensor, as in laplace-torch; `module` one per module."""
+
+    SCALAR = "scalar"
+    LAYERWISE = "layerwise"
+    MODULE = "module"
+    DIAG = "diag"
+
+
+class FeatureReduction(StrEnum):
+    PICK_FIRST = "pick_first"
+    PICK_LAST = "pick_last"
+    AVERAGE = "average"
+
+
+def choose(value: object, known: Iterable[str], what: str) -> str:
+    """`value` as one of `known`; an error that names the nearest one otherwise."""
+    names = [str(name) for name in known]
+    name = str(value.value) if isinstance(value, Enum) else value
+    if name in names:
+        return str(name)
+    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise OptionError(f"unknown {what} {name!r}; expected one of {names}.{hint}")
+
+
+def check_options(options: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Keyword arguments of which each is known; an error that names the nearest one otherwise."""
+    for name in options:
+        choose(name, known, what)

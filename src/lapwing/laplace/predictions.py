@@ -1,0 +1,83 @@
+"""Predictions of a fitted posterior in the form its users expect, for outputs of any shape [B, *out].
+
+    probabilities   classes and events, in closed form (`link`) or as the mean over draws
+    moments         numbers: mean [B, *out] and covariance [B, C, C], or variances [B, *out]
+
+The closed forms that treat outputs one by one take variances [B, C] only, never [B, C, C].
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import OptionError
+from lapwing.laplace.options import LinkApprox, choose
+from lapwing.likelihoods import Bernoulli, Categorical, Likelihood
+from lapwing.linalg import LinearMap
+from lapwing.posterior import Gaussian
+from lapwing.predictive import bridge, bridge_norm, draws, probit, probit_full, quadrature
+
+LINKS = tuple(link.value for link in LinkApprox)
+
+
+def has_probabilities(likelihood: Likelihood) -> bool:
+    return isinstance(likelihood, (Categorical, Bernoulli))
+
+
+def predicted(likelihood: Likelihood, outputs: Float[Tensor, "*draws batch *out"], draws: int = 1) -> Tensor:
+    """Outputs as predictions: probabilities for classes and events, else as they are. `draws` leading axes."""
+    if isinstance(likelihood, Bernoulli):
+        return torch.sigmoid(outputs)
+    if not isinstance(likelihood, Categorical):
+        return outputs
+    if draws == 0:
+        return likelihood.from_last(torch.softmax(likelihood.to_last(outputs), dim=-1), outputs.shape)
+    flat = outputs.flatten(0, 1)  # the likelihood's layout has one batch axis
+    return likelihood.from_last(torch.softmax(likelihood.to_last(flat), dim=-1), flat.shape).reshape(outputs.shape)
+
+
+def probabilities(
+    posterior: Gaussian,
+    linear: LinearMap,
+    likelihood: Likelihood,
+    link: str = "probit",
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, "batch *out"]:
+    """Class or event probabilities of the linearised network."""
+    link = choose(link, LINKS, "link_approx")
+    if link == "mc":
+        return predicted(likelihood, draws(posterior, linear, n_samples, generator)).mean(0)
+    value = linear.value
+    if link == "probit" or (isinstance(likelihood, Bernoulli) and link in ("probit_full", "quadrature")):
+        variance = posterior.precision.variances(linear).reshape(value.shape)
+        if isinstance(likelihood, Bernoulli):  # every output is a logit of its own
+            one = quadrature if link == "quadrature" else probit
+            return one(value.unsqueeze(-1), variance.unsqueeze(-1)).squeeze(-1)
+        return likelihood.from_last(probit(likelihood.to_last(value), likelihood.to_last(variance)), value.shape)
+    if value.dim() != 2 or isinstance(likelihood, Bernoulli) or link == "quadrature":
+        raise OptionError(
+            f"link_approx={link!r} for outputs of shape {tuple(value.shape)} and {type(likelihood).__name__}; expected "
+            "'probit' or 'mc', which serve every shape; 'quadrature' is for likelihood='binary', 'bridge', "
+            "'bridge_norm' and 'probit_full' for classes with outputs [batch, classes]."
+        )
+    closed = {"probit_full": probit_full, "bridge": bridge, "bridge_norm": bridge_norm}[link]
+    return closed(value, posterior.covariance(linear))
+
+
+def moments(
+    posterior: Gaussian, linear: LinearMap, *, joint: bool = False, diagonal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of the function, without observation noise.
+
+    Mean [B, *out] with covariance [B, C, C]; `diagonal`: variances [B, *out]; `joint`: mean [BC], covariance [BC, BC].
+    """
+    value = linear.value
+    if joint:
+        size = value.numel()
+        return value.flatten(), posterior.joint_covariance(linear).reshape(size, size)
+    if diagonal:
+        return value, posterior.precision.variances(linear).reshape(value.shape)
+    return value, posterior.covariance(linear)

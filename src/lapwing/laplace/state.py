@@ -1,0 +1,106 @@
+"""The state of a posterior as a flat mapping of tensors, numbers and strings: no data, no model, no pickle.
+
+Tensors of the curvature stand under "curvature.<name>"; "structure" describes them as JSON. A posterior is loaded into
+one of the same class over the same parameters; the model's weights are the user's to save.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import DataError, ParameterError
+from lapwing.evidence import GaussianFit
+from lapwing.laplace.hyper import Fitted
+from lapwing.serialize import pack, unpack
+
+if TYPE_CHECKING:
+    from lapwing.laplace.base import BaseLaplace
+
+VERSION = 1
+
+
+def state_dict(laplace: BaseLaplace) -> dict[str, Tensor | int | float | str]:
+    """Everything that `load` needs: hyper-parameters, and the fit where there is one."""
+    state: dict[str, Tensor | int | float | str] = {
+        "version": VERSION,
+        "cls_name": type(laplace).__name__,
+        "likelihood": likelihood_name(laplace),
+        "prior_precision": laplace.prior_precision.detach().clone(),
+        "prior_mean": laplace.prior_mean.detach().clone(),
+        "sigma_noise": laplace.sigma_noise.detach().clone(),
+        "temperature": laplace.temperature.detach().clone(),
+        "n_data": laplace.n_data,
+    }
+    if laplace._fitted is None:
+        return state
+    fitted = laplace.fitted
+    description, tensors = pack(fitted.curvature)
+    state |= {
+        "parameters": json.dumps(
+            [[n, list(s)] for n, s in zip(laplace.space.names, laplace.space.shapes, strict=True)]
+        ),
+        "structure": json.dumps(description),
+        "mean": fitted.mean.clone(),
+        "output_shape": json.dumps(list(fitted.output_shape)),
+    }
+    if isinstance(fitted.fit, GaussianFit):
+        state |= {"targets": fitted.fit.targets, "squares": fitted.fit.squares.clone()}
+    else:
+        state["log_likelihood"] = fitted.fit.clone()
+    return state | {f"curvature.{name}": tensor.clone() for name, tensor in tensors.items()}
+
+
+def load(laplace: BaseLaplace, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Fitted | None]:
+    """Hyper-parameters and fit of a state, checked against the posterior that it is loaded into."""
+    missing = [name for name in ("version", "cls_name", "likelihood", "prior_precision") if name not in state]
+    if missing:
+        raise DataError(f"the state has no {missing[0]!r}; expected what state_dict() returns.")
+    if int(state["version"]) > VERSION:
+        raise DataError(
+            f"the state has version {state['version']}; expected at most {VERSION}. It was written by a later lapwing: "
+            "upgrade to read it."
+        )
+    for name, ours in (("cls_name", type(laplace).__name__), ("likelihood", likelihood_name(laplace))):
+        if state[name] != ours:
+            raise ParameterError(
+                f"the state has {name} {state[name]!r} and this posterior {ours!r}; expected the same. Build the "
+                "posterior as it was when the state was taken."
+            )
+    dtype, device = laplace._place
+    names = ("prior_precision", "prior_mean", "sigma_noise", "temperature")
+    hyper = {name: torch.as_tensor(state[name]).to(device, dtype) for name in names}
+    if "structure" not in state:
+        return hyper, None
+    tensors = {
+        name.removeprefix("curvature."): tensor.to(device)
+        for name, tensor in state.items()
+        if name.startswith("curvature.")
+    }
+    curvature = unpack(json.loads(state["structure"]), tensors)
+    mean = state["mean"].to(device)
+    fit = state.get("log_likelihood")
+    fit = GaussianFit(int(state["targets"]), state["squares"].to(device)) if fit is None else fit.to(device)
+    shape = torch.Size(json.loads(state["output_shape"]))
+    return hyper, Fitted(curvature, mean, fit, int(state["n_data"]), shape)
+
+
+def check_parameters(laplace: BaseLaplace, state: Mapping[str, Any]) -> None:
+    """The same parameters, by name and shape."""
+    stored = [(name, tuple(shape)) for name, shape in json.loads(state["parameters"])]
+    ours = [(name, tuple(shape)) for name, shape in zip(laplace.space.names, laplace.space.shapes, strict=True)]
+    if stored != ours or len(state["mean"]) != laplace.space.size:
+        different = next((a for a, b in zip(stored, ours, strict=False) if a != b), None)
+        raise ParameterError(
+            f"the state is of {len(state['mean'])} parameters in {len(stored)} tensors, this posterior of "
+            f"{laplace.space.size} in {len(ours)}{f'; first difference: {different}' if different else ''}; expected "
+            "the same network and the same choice of weights."
+        )
+
+
+def likelihood_name(laplace: BaseLaplace) -> str:
+    return type(laplace.distribution).__name__

@@ -1,0 +1,129 @@
+"""Which estimator a structure and a source of curvature mean, and which options it takes.
+
+    structure   full, diag, kron, blocks, lowrank, gp
+    source      exact (GGN), fisher, mc (sampled Fisher), empirical, hessian
+
+Strings end here: below this module an estimator is a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from lapwing import estimate
+from lapwing.errors import OptionError
+from lapwing.estimate import last_layer
+from lapwing.estimate.cotangents import empirical as observed
+from lapwing.estimate.passes import Batches
+from lapwing.laplace.options import check_options, choose
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Curvature
+from lapwing.tangent import Tangent
+from lapwing.tangent.features import FeatureTangent
+
+SOURCES = ("exact", "fisher", "mc", "empirical", "hessian")
+AnyTangent = Tangent | FeatureTangent
+
+_GENERAL: dict[str, Callable[..., Curvature]] = {
+    "full": estimate.full,
+    "diag": estimate.diagonal,
+    "kron": estimate.kflr,
+    "blocks": estimate.blocks,
+    "lowrank": estimate.low_rank,
+    "gp": estimate.dual,
+}
+_CLOSED: dict[str, Callable[..., Curvature]] = {
+    "full": last_layer.full,
+    "diag": last_layer.diagonal,
+    "kron": last_layer.kron,
+    "blocks": last_layer.blocks,
+}
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "kron": ("sharing", "dense_limit", "joint_bias", "factored_damping"),
+    "blocks": ("by",),
+    "lowrank": ("rank",),
+    "gp": ("limit",),
+}
+_HESSIAN = {"full": "full", "diag": "diagonal", "blocks": "blocks"}
+CLOSED_FORM = frozenset(_CLOSED)
+"""Structures with a closed form for the last layer; the others use the general estimators on its parameters."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a curvature is estimated: the structure, the source, the number of draws for `mc`, and the options."""
+
+    structure: str
+    source: str = "exact"
+    draws: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        choose(self.source, SOURCES, "estimator")
+        check_options(self.options, _OPTIONS.get(self.structure, ()), f"option of the structure {self.structure!r}:")
+        if self.source == "hessian" and self.structure not in _HESSIAN:
+            raise OptionError(
+                f"the exact Hessian has no {self.structure!r} structure; expected one of {sorted(_HESSIAN)}. Use "
+                "estimator='exact' (the generalised Gauss-Newton)."
+            )
+
+    def __call__(
+        self, tangent: AnyTangent, likelihood: Likelihood, batches: Batches, generator: torch.Generator | None
+    ) -> Curvature:
+        if self.source == "hessian":
+            assert isinstance(tangent, Tangent)  # a last layer is then linearised like any other parameters
+            return estimate.hessian(tangent, likelihood, batches, structure=_HESSIAN[self.structure])
+        table = _CLOSED if isinstance(tangent, FeatureTangent) else _GENERAL
+        estimator = partial(table[self.structure], **self.options)
+        return estimator(tangent, likelihood, batches, cotangents=self._cotangents(), generator=generator)
+
+    def _cotangents(self) -> Callable:
+        if self.source == "mc":
+            return estimate.monte_carlo(self.draws)
+        return {"exact": estimate.exact, "fisher": estimate.fisher, "empirical": observed}[self.source]
+
+
+def recipe(
+    structure: str,
+    estimator: str | None,
+    backend: type | None,
+    backend_kwargs: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Recipe:
+    """From the words of the public face: an estimator's name, or a backend of `lapwing.curvature`."""
+    given = dict(backend_kwargs or {})
+    source = _source(estimator, backend)
+    stochastic = bool(given.pop("stochastic", False))
+    if stochastic and source not in ("exact", "mc"):
+        raise OptionError(f"stochastic=True goes with the GGN; found the {source} estimator. Leave one of them out.")
+    draws = given.pop("mc_samples", given.pop("num_samples", 1))
+    if not isinstance(draws, int) or draws < 1:
+        raise OptionError(f"mc_samples is {draws!r}; expected a number of draws per data point >= 1.")
+    if "kfac_approx" in given:  # another library's name for it
+        given["sharing"] = given.pop("kfac_approx")
+    merged = given | dict(options)
+    bias = merged.pop("bias", None)
+    if bias is not None:
+        if structure != "kron":
+            raise OptionError(f"bias={bias!r} was given for structure {structure!r}; expected 'kron'. Leave it out.")
+        merged["joint_bias"] = choose(bias, ("joint", "separate"), "bias") == "joint"
+    return Recipe(structure, "mc" if stochastic else source, draws, merged)
+
+
+def _source(estimator: str | None, backend: type | None) -> str:
+    if backend is None:
+        return "exact" if estimator is None else choose(estimator, SOURCES, "estimator")
+    source = getattr(backend, "source", None)
+    if source not in SOURCES:
+        raise OptionError(
+            f"backend is {backend!r}; expected one of lapwing.curvature (its names select GGN, EF or Hessian; there is "
+            "one engine), or estimator='exact', 'mc', 'empirical', 'hessian'."
+        )
+    if estimator is not None and estimator != source:
+        raise OptionError(f"backend means {source!r} and estimator is {estimator!r}; expected one of them.")
+    return source

@@ -1,0 +1,91 @@
+"""Posteriors over a sub-network: chosen entries of the flat parameter vector, all others as trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lapwing.errors import ParameterError
+from lapwing.laplace.classes import DiagLaplace, FullLaplace, ParametricLaplace
+from lapwing.laplace.structures import AnyTangent
+from lapwing.likelihoods import Likelihood
+from lapwing.tangent import Tangent
+
+
+class SubnetLaplace(ParametricLaplace):
+    """Random weights at `subnetwork_indices` of the flat vector; all others stay as trained.
+
+    `mean` and `sample` speak of the whole flat vector, as users expect; curvature and precision of the sub-network.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        subnetwork_indices: Int[Tensor, " chosen"],
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: type | None = None,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(subnetwork_indices, Tensor):
+            raise ParameterError(
+                f"subnetwork_indices is a {type(subnetwork_indices).__name__}; expected a tensor of positions in the "
+                "flat parameter vector, as a mask's select() returns."
+            )
+        self.subnetwork_indices = subnetwork_indices
+        super().__init__(
+            model=model,
+            likelihood=likelihood,
+            sigma_noise=sigma_noise,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            backend=backend,
+            backend_kwargs=backend_kwargs,
+            **options,
+        )
+
+    def _chosen_tangent(self, x: Any | None) -> AnyTangent:
+        space = self._whole.select(mask=self.subnetwork_indices)
+        return Tangent(self.model, space, differentiable=self.enable_backprop)
+
+    @property
+    def n_params(self) -> int:
+        return self._whole.size
+
+    @property
+    def n_params_subnet(self) -> int:
+        return self.space.size
+
+    @property
+    def mean(self) -> Float[Tensor, " all"]:
+        return self._filled(self.fitted.mean)
+
+    @property
+    def mean_subnet(self) -> Float[Tensor, " chosen"]:
+        return self.fitted.mean
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Float[Tensor, "n all"]:
+        return self._filled(super().sample(n_samples, generator))
+
+    def _filled(self, chosen: Float[Tensor, "*batch chosen"]) -> Float[Tensor, "*batch all"]:
+        whole = self._whole.values(self.model).expand(*chosen.shape[:-1], -1).clone()
+        assert self.space.index is not None
+        whole[..., self.space.index] = chosen
+        return whole
+
+
+class FullSubnetLaplace(SubnetLaplace, FullLaplace):
+    """All covariances within the sub-network."""
+
+
+class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
+    """Independent weights in the sub-network."""

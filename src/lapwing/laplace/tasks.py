@@ -1,0 +1,53 @@
+"""Likelihoods by the name of a task, and the noise level that is free to change after a fit."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lapwing.errors import OptionError
+from lapwing.laplace.options import Likelihood as Task
+from lapwing.laplace.options import choose
+from lapwing.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+)
+
+TASKS: dict[str, type[Likelihood]] = {
+    "regression": Gaussian,
+    "classification": Categorical,
+    "binary": Bernoulli,
+    "poisson": Poisson,
+    "heteroscedastic": HeteroscedasticGaussian,
+}
+
+
+def likelihood_of(given: str | Likelihood) -> tuple[Likelihood, float | None]:
+    """The likelihood at unit noise, and the noise level that is free to change (None where there is none)."""
+    if not isinstance(given, Likelihood):
+        return _named(choose(given, [task.value for task in Task], "likelihood"))
+    if not isinstance(given, Gaussian):
+        return given, None
+    try:
+        sigma = float(given.sigma)
+    except (TypeError, ValueError, RuntimeError):  # one noise level per output: fixed
+        return given, None
+    return Gaussian(class_axis=given.class_axis), sigma
+
+
+def _named(task: str) -> tuple[Likelihood, float | None]:
+    return TASKS[task](), 1.0 if task == "regression" else None
+
+
+def noise_of(given: float | int | Tensor, own: float | None) -> float | int | Tensor:
+    """The noise level, when it may come from the likelihood object or from `sigma_noise`."""
+    if own is None or own == 1:
+        return given
+    if isinstance(given, Tensor) or given not in (1, own):
+        raise OptionError(
+            f"sigma_noise is {given} and the likelihood says {own}; expected one of them. Leave sigma_noise out."
+        )
+    return own

@@ -1,0 +1,116 @@
+"""How `optimize_prior_precision` finds its numbers: by the evidence, or by held-out data. No state of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing import evidence
+from lapwing.errors import OptionError, ParameterError
+from lapwing.laplace.hyper import HyperParameters, prior_of
+from lapwing.laplace.options import PriorStructure, TuningMethod, choose
+from lapwing.params import ParamSpace
+from lapwing.training import adam
+
+if TYPE_CHECKING:
+    from lapwing.laplace.base import BaseLaplace
+
+METHODS = tuple(method.value for method in TuningMethod)
+logger = logging.getLogger("lapwing")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`size` precisions, base ** exponent with exponents evenly spaced from `low` to `high`."""
+
+    low: float | int
+    high: float | int
+    size: int
+    base: float | int = 10.0
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not self.low <= self.high or not 0 < self.base < float("inf") or self.base == 1:
+            raise ParameterError(
+                f"a grid of {self.size} precisions {self.base} ** ({self.low} ... {self.high}); expected at least one "
+                "value, exponents in order, and a base > 0 other than 1."
+            )
+
+    def values(self, like: Tensor) -> Float[Tensor, " size"]:
+        exponents = torch.linspace(self.low, self.high, self.size, dtype=torch.float64, device=like.device)
+        return (self.base**exponents).to(like.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Where a search by the evidence begins, and whether the noise is searched as well."""
+
+    precision: Tensor
+    mean: Tensor
+    sigma: Tensor
+    noise: bool
+
+
+def starting_precision(space: ParamSpace, structure: str, value: float | Tensor) -> Float[Tensor, " groups"]:
+    """`value` once for each precision that the structure has."""
+    structure = choose(structure, [each.value for each in PriorStructure], "prior_structure")
+    sizes = {"scalar": 1, "layerwise": len(space.names), "module": len(space.layers), "diag": space.size}
+    start = torch.as_tensor(value, dtype=space.dtype, device=space.device).detach().reshape(-1)
+    if len(start) not in (1, sizes[structure]):
+        raise ParameterError(
+            f"init_prior_prec has {len(start)} entries; expected 1 or {sizes[structure]} for prior_structure "
+            f"{structure!r}."
+        )
+    if not bool(torch.isfinite(start).all()) or bool((start <= 0).any()):
+        raise ParameterError(f"init_prior_prec is {start.tolist()[:5]}; expected finite numbers > 0.")
+    return start.expand(sizes[structure]).clone()
+
+
+def check_scalar(structure: str) -> None:
+    if choose(structure, [each.value for each in PriorStructure], "prior_structure") != "scalar":
+        raise OptionError(
+            f"prior_structure={structure!r} with method='gridsearch', which searches one number; expected 'scalar'. "
+            "Use method='marglik' or 'mackay' for several precisions."
+        )
+
+
+def by_evidence(
+    hyper: HyperParameters, method: str, start: Start, n_steps: int, lr: float
+) -> tuple[Tensor, Tensor | None]:
+    """Precisions, and the noise level where it was searched."""
+    if start.noise and not hyper.evidence.has_noise:
+        raise OptionError("optimize_sigma_noise=True for a likelihood without a noise level; expected False.")
+    prior = prior_of(hyper.space, start.precision, start.mean.detach())
+    arguments = hyper.evidence, prior, start.sigma.detach()
+    shared = {"temperature": float(hyper.temperature.detach()), "fixed_noise": not start.noise}
+    if method == "mackay":
+        found = evidence.mackay(*arguments, **shared)
+    elif method == "adam":
+        found = adam(*arguments, steps=n_steps, lr=lr, **shared)
+    else:
+        found = evidence.gradient(*arguments, rounds=n_steps, **shared)
+    return found.prior.precisions, found.sigma if start.noise else None
+
+
+def by_validation(
+    laplace: BaseLaplace,
+    pairs: Iterable[Any],
+    grid: Grid,
+    pred_type: str,
+    loss: Callable | None,
+    link: str,
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """The precision with the smallest loss on held-out data; the network is linearised once per batch."""
+    raise NotImplementedError
+
+
+def report(hyper: HyperParameters, method: str, verbose: bool) -> None:
+    level = logging.INFO if verbose else logging.DEBUG
+    logger.log(level, "%s: prior precision %s", method, hyper.prior_precision.tolist()[:5])

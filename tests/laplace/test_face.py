@@ -1,0 +1,353 @@
+"""What users do with a posterior: shapes, unchanged models, adding data, state, and input of every bad kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing
+from lapwing import Laplace
+from lapwing.errors import DataError, LapwingError, NotFittedError, OptionError, ParameterError
+from lapwing.laplace import BaseLaplace
+from lapwing.laplace.face import CLASSES
+from lapwing.likelihoods import Bernoulli, Gaussian, Poisson
+from unchanged import unchanged
+
+B, D, C = 6, 4, 3
+
+
+def mlp(outputs: int = C) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Dropout(0.3), nn.BatchNorm1d(5), nn.Linear(5, outputs)).double()
+
+
+def inputs(n: int = B, seed: int = 1) -> Tensor:
+    return torch.randn(n, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def batches(task: str) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    if task == "classification":
+        return [(inputs(8, s), torch.randint(C, (8,), generator=generator)) for s in range(3)]
+    return [(inputs(8, s), torch.randn(8, C, generator=generator, dtype=torch.float64)) for s in range(3)]
+
+
+def made(subset: str, structure: str, task: str = "classification", **options: object) -> BaseLaplace:
+    if subset == "subnetwork":
+        options["subnetwork_indices"] = torch.tensor([0, 3, 7, 30])
+    if structure == "lowrank":
+        options["rank"] = 5
+    return Laplace(mlp(), task, subset, structure, **options)
+
+
+every_class = pytest.mark.parametrize(("subset", "structure"), list(CLASSES))
+every_task = pytest.mark.parametrize("task", ["classification", "regression"])
+
+
+@every_class
+@every_task
+def test_a_posterior_from_fit_to_prediction(subset: str, structure: str, task: str) -> None:
+    la = made(subset, structure, task)
+    model = la.model
+    x = inputs()
+    with unchanged(model):
+        la.fit(batches(task))
+        la.optimize_prior_precision()
+        out = la(x)
+        samples = [la.functional_samples(x, kind, n_samples=7) for kind in ("glm", "nn")]
+        draws = [la.predictive_samples(x, kind, n_samples=7) for kind in ("glm", "nn")]
+        weights = la.sample(4)
+    assert type(la) is CLASSES[subset, structure]
+    assert la.n_data == 24
+    assert all(each.shape == (7, B, C) for each in [*samples, *draws])
+    assert weights.shape == (4, la.n_params)
+    assert bool(torch.isfinite(la.log_marginal_likelihood()))
+    if task == "regression":
+        assert isinstance(out, tuple)
+        assert out[0].shape == (B, C)
+        assert out[1].shape == (B, C, C)
+        assert bool((torch.linalg.eigvalsh(out[1]) > -1e-10).all())
+    else:
+        assert isinstance(out, Tensor)
+        torch.testing.assert_close(out.sum(1), torch.ones(B, dtype=torch.float64))
+        for each in draws:
+            torch.testing.assert_close(each.sum(2), torch.ones(7, B, dtype=torch.float64))
+
+
+@every_class
+def test_the_state_is_plain_and_brings_the_posterior_back(subset: str, structure: str) -> None:
+    la = made(subset, structure, prior_precision=2.0)
+    la.fit(batches("classification"))
+    state = la.state_dict()
+    assert all(isinstance(value, (Tensor, int, float, str)) for value in state.values())
+    again = made(subset, structure)
+    again.load_state_dict(state)
+    torch.testing.assert_close(again(inputs()), la(inputs()), rtol=1e-12, atol=0)
+    torch.testing.assert_close(again.log_marginal_likelihood(), la.log_marginal_likelihood(), rtol=1e-12, atol=0)
+    assert again.n_data == la.n_data
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    la = made("all", "diag")
+    la.fit(batches("classification"))
+    state = la.state_dict()
+    with pytest.raises(ParameterError, match="cls_name 'DiagLaplace'"):
+        made("all", "full").load_state_dict(state)
+    with pytest.raises(ParameterError, match="likelihood"):
+        made("all", "diag", "regression").load_state_dict(state)
+    with pytest.raises(ParameterError, match="same network"):
+        Laplace(nn.Linear(D, C).double(), "classification", "all", "diag").load_state_dict(state)
+    with pytest.raises(DataError, match="later lapwing"):
+        made("all", "diag").load_state_dict(state | {"version": 99})
+    with pytest.raises(DataError, match="expected what state_dict"):
+        made("all", "diag").load_state_dict({})
+    broken = json.loads(str(state["structure"])) | {"kind": "os.system"}
+    with pytest.raises(DataError, match="unknown kind"):
+        made("all", "diag").load_state_dict(state | {"structure": json.dumps(broken)})
+
+
+class Interrupted:
+    """A loader that is interrupted in the second batch."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield batches("classification")[0]
+        raise KeyboardInterrupt
+
+
+@every_class
+def test_an_interrupted_fit_leaves_model_and_posterior_as_they_were(subset: str, structure: str) -> None:
+    la = made(subset, structure)
+    with unchanged(la.model), pytest.raises(KeyboardInterrupt):
+        la.fit(Interrupted())
+    with pytest.raises(NotFittedError):
+        la(inputs())
+    la.fit(batches("classification"))
+    before, evidence = la(inputs()), la.log_marginal_likelihood()
+    with unchanged(la.model), pytest.raises(KeyboardInterrupt):
+        la.fit(Interrupted(), override=False)
+    torch.testing.assert_close(la(inputs()), before, rtol=0, atol=0)
+    torch.testing.assert_close(la.log_marginal_likelihood(), evidence, rtol=0, atol=0)
+
+
+def test_added_data_need_the_same_weights() -> None:
+    la = made("all", "full")
+    la.fit(batches("classification"))
+    with torch.no_grad():
+        la.model[0].weight.add_(1)
+    with pytest.raises(ParameterError, match="weights have changed"):
+        la.fit(batches("classification"), override=False)
+
+
+def test_a_generator_as_loader_loses_no_batch() -> None:
+    for subset in ("all", "last_layer"):
+        la = made(subset, "kron")
+        la.fit(batch for batch in batches("classification"))
+        assert la.n_data == 24
+
+
+def test_links_agree_where_they_should() -> None:
+    la = made("all", "full", prior_precision=50.0)
+    la.fit(batches("classification"))
+    x = inputs()
+    many = la(x, link_approx="mc", n_samples=20_000, generator=torch.Generator().manual_seed(0))
+    for link in ("probit", "probit_full"):
+        assert float((la(x, link_approx=link) - many).abs().max()) < 0.05
+
+
+def test_binary_quadrature_meets_monte_carlo() -> None:
+    la = Laplace(mlp(1), Bernoulli(), "all", "full")
+    la.fit([(inputs(20), (torch.arange(20) % 2).double().unsqueeze(1))])
+    x = inputs()
+    exact = la(x, link_approx="quadrature")
+    assert exact.shape == (B, 1)
+    assert float((la(x, link_approx="probit") - exact).abs().max()) < 0.02
+    draws = la.predictive_samples(x, n_samples=20_000, generator=torch.Generator().manual_seed(0))
+    assert bool(((draws.mean(0) - exact).abs() < 4 * draws.std(0) / 20_000**0.5).all())
+
+
+def test_outputs_of_a_sequence_and_of_images() -> None:
+    torch.manual_seed(0)
+    sequence = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, C)).double()
+    x, y = torch.randn(6, 4, 2, dtype=torch.float64), torch.randint(C, (6, 4))
+    la = Laplace(sequence, "classification", "all", "kron")
+    la.fit([(x, y)])
+    found = la(x)
+    assert found.shape == (6, 4, C)
+    torch.testing.assert_close(found.sum(-1), torch.ones(6, 4, dtype=torch.float64))
+    assert la.predictive_samples(x, n_samples=3).shape == (3, 6, 4, C)
+    images = nn.Conv2d(1, 2, 3, padding=1).double()
+    x = torch.randn(3, 1, 5, 5, dtype=torch.float64)
+    la = Laplace(images, "classification", "all", "diag")
+    la.fit([(x, torch.randint(2, (3, 5, 5)))])
+    assert la(x).shape == (3, 2, 5, 5)
+    la = Laplace(images, "regression", "all", "diag")
+    la.fit([(x, torch.randn(3, 2, 5, 5, dtype=torch.float64))])
+    mean, variance = la(x, diagonal_output=True)
+    assert mean.shape == variance.shape == (3, 2, 5, 5)
+    assert la(x)[1].shape == (3, 50, 50)
+
+
+def test_batches_as_mappings() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, C).double()
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.layer(input_ids)
+
+    la = Laplace(Reader(), "classification", "all", "full")
+    data = [{"input_ids": x, "labels": y} for x, y in batches("classification")]
+    la.fit(data)
+    assert la({"input_ids": inputs()}).shape == (B, C)
+    assert la(data[0]).shape == (8, C)
+    with pytest.raises(DataError, match="dict_key_y"):
+        la.fit([{"input_ids": inputs()}])
+
+
+def test_a_fixed_noise_level_per_output() -> None:
+    sigma = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    la = Laplace(mlp(), Gaussian(sigma=sigma), "all", "full")
+    la.fit(batches("regression"))
+    with pytest.raises(OptionError, match="without a free noise level"):
+        la.sigma_noise = 2.0
+    assert bool(torch.isfinite(la.log_marginal_likelihood()))
+
+
+def test_counts_have_a_posterior_too() -> None:
+    la = Laplace(mlp(1), Poisson(), "all", "kron")
+    la.fit([(inputs(10), torch.arange(10).double().unsqueeze(1))])
+    mean, variance = la(inputs())
+    assert mean.shape == (B, 1)
+    assert variance.shape == (B, 1, 1)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@every_class
+def test_before_fitting(subset: str, structure: str) -> None:
+    la = made(subset, structure)
+    for ask in (
+        lambda: la(inputs()),
+        lambda: la.sample(2),
+        lambda: la.log_marginal_likelihood(),
+        lambda: la.H,
+        lambda: la.optimize_prior_precision(),
+        lambda: la.functional_samples(inputs()),
+    ):
+        with pytest.raises(NotFittedError, match="fit"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("classificaton", "all", "full"), "Did you mean 'classification'"),
+        (("classification", "al", "full"), "Did you mean 'all'"),
+        (("classification", "last_layr", "full"), "Did you mean 'last_layer'"),
+        (("classification", "all", "krone"), "Did you mean 'kron'"),
+        (("classification", "subnetwork", "kron"), "expected one of"),
+        (("classification", "subnetwork", "full"), "subnetwork_indices"),
+    ],
+)
+def test_unknown_choices_name_the_nearest(arguments: tuple, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Laplace(mlp(), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "exakt"}, "Did you mean 'exact'"),
+        ({"shareing": "reduce"}, "Did you mean 'sharing'"),
+        ({"bias": "apart"}, "expected one of"),
+        ({"backend": dict}, "lapwing.curvature"),
+        ({"prior_precision": -1.0}, "expected finite numbers >= 0"),
+        ({"prior_precision": float("nan")}, "expected finite numbers >= 0"),
+        ({"prior_precision": torch.ones(5)}, "expected 1, 6 .* 3 "),
+        ({"sigma_noise": 2.0}, "without a free noise level"),
+        ({"temperature": 0.0}, "> 0"),
+        ({"estimator": "hessian"}, "no 'kron' structure"),
+    ],
+)
+def test_bad_options(options: dict, message: str) -> None:
+    with pytest.raises(LapwingError, match=message):
+        Laplace(mlp(), "classification", "all", "kron", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pred_type": "glmm"}, "Did you mean 'glm'"),
+        ({"pred_type": "gp"}, "FunctionalLaplace"),
+        ({"link_approx": "probitt"}, "Did you mean 'probit'"),
+        ({"n_samples": 0, "link_approx": "mc"}, "n_samples"),
+        ({"link_approx": "quadrature"}, "expected 'probit' or 'mc'"),
+        ({"pred_type": "nn", "joint": True}, "joint=True"),
+    ],
+)
+def test_bad_predictions(options: dict, message: str) -> None:
+    la = made("all", "kron")
+    la.fit(batches("classification"))
+    with pytest.raises(LapwingError, match=message):
+        la(inputs(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "marglic"}, "Did you mean 'marglik'"),
+        ({"prior_structure": "layerwize"}, "Did you mean 'layerwise'"),
+        ({"prior_structure": "diag"}, "Kronecker"),
+        ({"init_prior_prec": -1.0}, "> 0"),
+        ({"init_prior_prec": torch.ones(2)}, "init_prior_prec has 2 entries"),
+        ({"method": "gridsearch"}, "val_loader"),
+        ({"method": "gridsearch", "grid_size": 0}, "at least one"),
+        ({"method": "gridsearch", "prior_structure": "layerwise"}, "expected 'scalar'"),
+        ({"optimize_sigma_noise": True}, "without a noise level"),
+    ],
+)
+def test_bad_tuning(options: dict, message: str) -> None:
+    la = made("all", "kron")
+    la.fit(batches("classification"))
+    before = la.prior_precision
+    with pytest.raises(LapwingError, match=message):
+        la.optimize_prior_precision(**options)
+    assert torch.equal(la.prior_precision, before)
+
+
+def test_bad_data() -> None:
+    la = made("all", "kron")
+    with pytest.raises(DataError, match="no batch"):
+        la.fit([])
+    with pytest.raises(DataError, match="no batch"):
+        made("last_layer", "kron").fit([])
+    with pytest.raises(LapwingError, match="batch 0"):
+        la.fit([(inputs()[:, :2], torch.zeros(B, dtype=torch.long))])
+    with pytest.raises(LapwingError, match="batch 0"):
+        la.fit([(inputs(), torch.full((B,), 7))])
+    la.fit(batches("classification"))
+    with pytest.raises(LapwingError, match="forward pass"):
+        la(inputs()[:, :2])
+    with pytest.raises(LapwingError, match="NaN"):
+        la(inputs() * float("nan"))
+
+
+def test_a_failed_evidence_keeps_the_hyper_parameters() -> None:
+    la = made("all", "kron")
+    la.fit(batches("classification"))
+    with pytest.raises(LapwingError):
+        la.log_marginal_likelihood(torch.tensor(-1.0))
+    with pytest.raises(OptionError, match="noise level"):
+        la.log_marginal_likelihood(torch.tensor(2.0), torch.tensor(1.0))
+    assert la.prior_precision.tolist() == [1.0]
+
+
+def test_every_public_name_is_there() -> None:
+    for name in lapwing.__all__:
+        assert hasattr(lapwing, name)
