@@ -21,8 +21,8 @@ from lapwing.laplace import predictions, state, tuning
 from lapwing.laplace.data import Pairs, Seen, evaluating
 from lapwing.laplace.hyper import Fitted, HyperParameters
 from lapwing.laplace.options import choose
-from lapwing.laplace.tasks import likelihood_of, noise_of
 from lapwing.laplace.structures import AnyTangent, recipe
+from lapwing.laplace.tasks import likelihood_of, noise_of
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, DenseRows, LinearMap
 from lapwing.params import ParamSpace
