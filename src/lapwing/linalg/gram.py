@@ -77,7 +77,16 @@ class Outer:
     def sweep(
         self, values: Float[Tensor, "groups rows width"], precisions: Float[Tensor, " k"]
     ) -> Float[Tensor, "k n r"]:
-        return torch.stack([self.squares((values + precision).reciprocal()) for precision in precisions])
+        found = []
+        each = (values.numel() + len(self.right) * values[..., 0].numel()) * values.element_size()
+        for part in chunks(len(precisions), each, CACHE):
+            weight = (values + precisions[part, None, None, None]).reciprocal()
+            inner = torch.einsum("n k i, p k o i -> n p k o", self.squared_right, weight).flatten(2)
+            if self.left.shape[1] == 1:
+                found.append(inner @ self.squared_left[:, 0].mT)
+            else:
+                found.append(inner @ self.squared_left.permute(1, 2, 0))
+        return torch.cat(found, dim=1).transpose(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
