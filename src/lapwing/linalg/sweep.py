@@ -21,7 +21,7 @@ from lapwing.linalg.gram import Outer
 from lapwing.linalg.rows import DEFAULT_BUDGET, chunks
 
 ORDER, STEP = 12, 1 / 3
-"""Points of a local polynomial and their distance in log l; error (STEP / pi)^ORDER times (1/2 3/2 ... 11/2)^2 = 5e-8."""
+"""Points of a local polynomial and their distance in log l: error (STEP / pi)^ORDER (1/2 3/2 ... 11/2)^2, or 5e-8."""
 NEGLIGIBLE = 1e-7
 """An eigenvalue of the product this small beside the smallest precision counts as zero."""
 
