@@ -167,6 +167,20 @@ def test_the_loss_is_the_negative_log_joint_per_point_of_what_the_loader_yields(
     assert told.losses[0] == pytest.approx(expected + float(prior.scatter(theta) / 2) * (1 / 1000 - 1 / n), rel=1e-12)
 
 
+@pytest.mark.parametrize(("sigma", "temperature"), [(0.1, 1.0), (5.0, 3.0)])
+def test_a_step_follows_the_gradient_at_unit_noise(sigma: float, temperature: float) -> None:
+    """A learning rate means the same for every noise level: the residuals' gradient is not divided by sigma^2."""
+    x, y = linear_data()
+    model = nn.Linear(D, 1).double()
+    start = ParamSpace.of(model).values(model)
+    options = {"sigma": sigma, "temperature": temperature, "fixed_noise": True, "hyper_steps": 0, "epochs": 1}
+    sgd = {"optimizer_cls": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.1}}
+    train(model, [(x, y)], Gaussian(), prior="isotropic", precision=2.0, **options, **sgd)
+    residual = design(x) @ start - y[:, 0]
+    slope = (design(x).mT @ residual + temperature * sigma**2 * 2.0 * start) / N
+    torch.testing.assert_close(ParamSpace.of(model).values(model), start - 0.1 * slope, rtol=1e-10, atol=0)
+
+
 # -- steps on the evidence ------------------------------------------------------------------------------------------
 
 
