@@ -2,6 +2,7 @@
 
 full, diagonal, blocks    exact GGN; `cotangents=` fisher or monte_carlo(k) for the Fisher
 kflr, kfac                Kronecker factors, exact or Monte-Carlo
+dual, low_rank            the same by its rows (P >> N C), and its largest eigenpairs; `subset` of the data
 empirical                 outer products of observed gradients, any structure
 hessian                   the exact Hessian: full, diagonal or blocks
 """
@@ -9,9 +10,25 @@ hessian                   the exact Hessian: full, diagonal or blocks
 from lapwing.estimate.blocks import blocks
 from lapwing.estimate.cotangents import exact, fisher, monte_carlo
 from lapwing.estimate.diagonal import diagonal
+from lapwing.estimate.dual import dual, subset
 from lapwing.estimate.empirical import empirical
 from lapwing.estimate.full import full
 from lapwing.estimate.hessian import hessian
 from lapwing.estimate.kronecker import kfac, kflr
+from lapwing.estimate.low_rank import low_rank
 
-__all__ = ["blocks", "diagonal", "empirical", "exact", "fisher", "full", "hessian", "kfac", "kflr", "monte_carlo"]
+__all__ = [
+    "blocks",
+    "diagonal",
+    "dual",
+    "empirical",
+    "exact",
+    "fisher",
+    "full",
+    "hessian",
+    "kfac",
+    "kflr",
+    "low_rank",
+    "monte_carlo",
+    "subset",
+]

@@ -3,9 +3,12 @@
 from lapwing.linalg.blocks import Block, Blocks, BlocksPrecision
 from lapwing.linalg.dense import CholeskyPrecision, Dense, EigenPrecision
 from lapwing.linalg.diagonal import Diagonal, DiagonalPrecision
+from lapwing.linalg.dual import Dual, DualPrecision
 from lapwing.linalg.eigenbasis import Kronecker, KroneckerPrecision
 from lapwing.linalg.factors import Term, nearest_kronecker
+from lapwing.linalg.low_rank import LowRank
 from lapwing.linalg.psd import Curvature, LinearMap, Precision
+from lapwing.linalg.row_set import RowSet
 from lapwing.linalg.rows import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece, Segments
 
 __all__ = [
@@ -18,15 +21,19 @@ __all__ = [
     "DenseRows",
     "Diagonal",
     "DiagonalPrecision",
+    "Dual",
+    "DualPrecision",
     "EigenPrecision",
     "Kronecker",
     "KroneckerPrecision",
     "LinearMap",
     "LookupRows",
+    "LowRank",
     "MatrixLayout",
     "OuterRows",
     "Piece",
     "Precision",
+    "RowSet",
     "Segments",
     "Term",
     "nearest_kronecker",
