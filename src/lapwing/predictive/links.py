@@ -21,9 +21,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 
+def shrink(mean: Float[Tensor, "*#shape"], variance: Float[Tensor, "*#shape"]) -> Tensor:
+    """mean / sqrt(1 + pi/8 variance): the logit whose sigmoid is about E sigmoid(f), f ~ N(mean, variance)."""
+    return mean / torch.sqrt(1 + pi / 8 * variance)
+
+
 def probit(mean: Float[Tensor, "*batch classes"], variance: Float[Tensor, "*batch classes"]) -> Tensor:
     """[*batch, C]: the sigmoid of one logit (C = 1), or the softmax, of logits shrunk by their own variance."""
-    shrunk = mean / torch.sqrt(1 + pi / 8 * variance)
+    shrunk = shrink(mean, variance)
     return torch.sigmoid(shrunk) if mean.shape[-1] == 1 else torch.softmax(shrunk, dim=-1)
 
 
