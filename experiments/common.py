@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,41 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return value
+
+
+# -- training small networks ------------------------------------------------------------------------------------------
+
+
+def minimise(model: torch.nn.Module, loss: Callable[[], torch.Tensor], rounds: int = 1000) -> float:
+    """Full-batch L-BFGS on the trainable parameters until it comes to rest; the final loss.
+
+    For the modes of small problems in float64, which Laplace's method takes as given and Adam does not reach.
+    """
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    optimiser = torch.optim.LBFGS(
+        parameters,
+        max_iter=rounds,
+        history_size=50,
+        tolerance_grad=1e-9,
+        tolerance_change=1e-14,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> float:
+        optimiser.zero_grad()
+        value = loss()
+        value.backward()
+        return float(value.detach())
+
+    optimiser.step(closure)
+    optimiser.zero_grad()
+    with torch.no_grad():
+        return float(loss())
+
+
+def squared_norm(model: torch.nn.Module) -> torch.Tensor:
+    """theta^T theta over the trainable parameters."""
+    return torch.stack([each.square().sum() for each in model.parameters() if each.requires_grad]).sum()
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
