@@ -331,6 +331,11 @@ def test_frozen_weights_and_a_layer_that_does_not_run() -> None:
     model[2].weight.requires_grad_(False)
     with pytest.raises(ModelError, match=r"'2.weight' of the last layer has requires_grad=False"):
         FeatureTangent(model, "2")
+    later = mlp()
+    tangent = FeatureTangent(later, "2")
+    later.get_parameter("2.bias").requires_grad_(False)
+    with pytest.raises(ModelError, match=r"'2.bias' of the parameter space has requires_grad=False"):
+        tangent.at(randn(4, 3))
     idle = Net(lambda m, x: m.out(x), out=nn.Linear(3, 2), idle=nn.Linear(3, 2)).double()
     with pytest.raises(ModelError, match="'idle' ran 0 times"):
         FeatureTangent(idle, "idle").at(randn(4, 3))

@@ -4,9 +4,11 @@ full, diagonal, blocks    exact GGN; `cotangents=` fisher or monte_carlo(k) for 
 kflr, kfac                Kronecker factors, exact or Monte-Carlo
 dual, low_rank            the same by its rows (P >> N C), and its largest eigenpairs; `subset` of the data
 empirical                 outer products of observed gradients, any structure
+last_layer                the same structures of the last layer, in closed form from its features
 hessian                   the exact Hessian: full, diagonal or blocks
 """
 
+from lapwing.estimate import last_layer
 from lapwing.estimate.blocks import blocks
 from lapwing.estimate.cotangents import exact, fisher, monte_carlo
 from lapwing.estimate.diagonal import diagonal
@@ -28,6 +30,7 @@ __all__ = [
     "hessian",
     "kfac",
     "kflr",
+    "last_layer",
     "low_rank",
     "monte_carlo",
     "subset",

@@ -64,6 +64,7 @@ class FeatureTangent:
     budget: int = DEFAULT_BUDGET
     differentiable: bool = False
     _checked: set[tuple] = field(default_factory=set, repr=False)
+    _space: ParamSpace | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_reduction(self.reduction)
@@ -77,8 +78,10 @@ class FeatureTangent:
 
     @property
     def space(self) -> ParamSpace:
-        """The last layer's weight, and its bias where it has a trainable one."""
-        return layer_space(self.model, self._known, self.layer)
+        """The last layer's weight, and its bias where it has a trainable one; settled when first asked for."""
+        if self._space is None:
+            self._space = layer_space(self.model, self._known, self.layer)
+        return self._space
 
     @property
     def layout(self) -> MatrixLayout:
@@ -90,8 +93,7 @@ class FeatureTangent:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        named = dict(self.model.named_parameters())
-        return {name: named[name] for name in self.space.names}
+        return {name: self.model.get_parameter(name) for name in self.space.names}
 
     @property
     def _known(self) -> str:
