@@ -78,6 +78,9 @@ def batched_grad(
                 return list(torch.autograd.grad((output,), inputs, (cotangents,), is_grads_batched=True, **options))
         except (RuntimeError, UserWarning):
             pass  # a genuine error is raised again by the plain passes
+    if len(cotangents) == 1:
+        grads = torch.autograd.grad((output,), inputs, (cotangents[0],), **options)
+        return [None if grad is None else grad.unsqueeze(0) for grad in grads]
     found: dict[int, Tensor] = {}
     for r, u in enumerate(cotangents):
         for i, grad in enumerate(torch.autograd.grad((output,), inputs, (u,), **options)):

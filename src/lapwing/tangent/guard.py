@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restores buffers (values and objects) and train/eval flags of every module on the way out."""
-    modes = [(module, module.training) for module in model.modules()]
+def unchanged(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
+    """Restores buffers (values and objects) and train/eval flags of every module on the way out.
+
+    `modules` are those of the model, where the caller has listed them already.
+    """
+    modules = list(model.modules()) if modules is None else modules
+    modes = [module.training for module in modules]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
+        for module in modules
+        if module._buffers
         for name, buffer in module._buffers.items()
     ]
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, training in zip(modules, modes, strict=True):
+            if module.training is not training:  # assigning to a module's attribute is slow
+                module.training = training
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 module._buffers[name] = buffer
@@ -38,10 +43,22 @@ def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Turns the fused paths of attention off, so that its operations can be seen, and differentiated twice."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    before = [enabled() for enabled, _, _ in _SWITCHES]
+    for _, switch, plain in _SWITCHES:
+        switch(plain)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
+        yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        for (_, switch, _), value in zip(_SWITCHES, before, strict=True):
+            switch(value)
+
+
+_CUDA = torch.backends.cuda
+_SWITCHES = (  # (whether it is on, how to set it, what is plain); those named after cuda decide for every device
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
+    (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp, False),
+    (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp, False),
+    (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp, False),
+    (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp, True),
+)
+"""`sdpa_kernel` does the same at many times the cost, which every batch would pay."""

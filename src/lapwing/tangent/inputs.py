@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def check_input(x: Any, device: torch.device) -> None:
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether every entry is finite. A finite sum says so at a fraction of the cost; otherwise each is looked at."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+    return isfinite(tensor.detach().sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def call(model: nn.Module, x: Any) -> Tensor:

@@ -34,9 +34,9 @@ from lapwing.tangent.fallback import batched_grad, opaque_rows, pull_back
 from lapwing.tangent.guard import plain_attention, unchanged
 from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, shape_key, take
 from lapwing.tangent.probe import Probe, probe
-from lapwing.tangent.record import Record, Recorder
+from lapwing.tangent.record import Record, Recorder, whole_aliases
 from lapwing.tangent.samples import SampleAxis
-from lapwing.tangent.sources import Derived
+from lapwing.tangent.sources import Alias, Derived
 from lapwing.tangent.uses import Use
 
 
@@ -57,8 +57,30 @@ class Tangent:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        named = dict(self.model.named_parameters())
-        return {name: named[name] for name in self.space.names}
+        """The tensors that the model holds now, by name."""
+        try:
+            return {name: self._find(path) for name, path in self._paths}
+        except KeyError:  # a module that names its parameters in a way of its own
+            named = dict(self.model.named_parameters())
+            return {name: named[name] for name in self.space.names}
+
+    @cached_property
+    def _aliases(self) -> dict[str, Alias]:
+        return whole_aliases(self.space)
+
+    @cached_property
+    def _paths(self) -> list[tuple[str, list[str]]]:
+        return [(name, name.split(".")) for name in self.space.names]
+
+    def _find(self, path: list[str]) -> Tensor:
+        """A parameter by its path: what `named_parameters` finds, without a walk through the whole model."""
+        module: nn.Module | None = self.model
+        for key in path[:-1]:
+            module = None if module is None else module._modules[key]
+        found = None if module is None else module._parameters[path[-1]]
+        if found is None:
+            raise KeyError(path)
+        return found
 
     def at(self, x: Any) -> Linearisation:
         """One recorded forward pass at the inputs x."""
@@ -67,8 +89,9 @@ class Tangent:
             check_input(x, self.space.device)
             parameters = self.parameters
             check_trainable(parameters)
-            with unchanged(self.model), plain_attention(), torch.enable_grad():
-                value, record, found = self._recorded(x, parameters)
+            modules = list(self.model.modules())
+            with unchanged(self.model, modules), plain_attention(), torch.enable_grad():
+                value, record, found = self._recorded(x, parameters, tuple(module.training for module in modules))
         check_output(value, batch_size(x))
         record.opaque.update(found.opaque)
         return Linearisation(self, x, value, record, found)
@@ -79,9 +102,9 @@ class Tangent:
             self._twice = linearisation.adjoint()
         return self._twice
 
-    def _recorded(self, x: Any, parameters: dict[str, Tensor]) -> tuple[Tensor, Record, Probe]:
+    def _recorded(self, x: Any, parameters: dict[str, Tensor], modes: tuple[bool, ...]) -> tuple[Tensor, Record, Probe]:
         """A forward pass, its record, and the probe that tells its samples apart."""
-        key = self._key(x)
+        key = shape_key(x), modes
         found = self._probes.get(key)
         if found is not None:
             value, record = self._record(x, parameters, found)
@@ -89,7 +112,7 @@ class Tangent:
                 return value, record, found
         elif batch_size(x) > FEW_SAMPLES:
             with suppress(ModelError):  # a model made for one batch size; other errors come again below
-                few = self._probe(take(x, slice(0, FEW_SAMPLES)), parameters)
+                few = self._probe(take(x, slice(0, FEW_SAMPLES)), parameters, modes)
                 value, record = self._record(x, parameters, few)
                 carried = few.carried_over(record, batch_size(x)) if few.settled else None
                 if carried is not None:
@@ -101,8 +124,8 @@ class Tangent:
             self._probes[key] = found
         return *self._record(x, parameters, found), found
 
-    def _probe(self, x: Any, parameters: dict[str, Tensor]) -> Probe:
-        key = self._key(x)
+    def _probe(self, x: Any, parameters: dict[str, Tensor], modes: tuple[bool, ...]) -> Probe:
+        key = shape_key(x), modes
         if key not in self._probes:
             found = probe(self.model, self.space, parameters, x)
             if not found.settled:
@@ -110,11 +133,8 @@ class Tangent:
             self._probes[key] = found
         return self._probes[key]
 
-    def _key(self, x: Any) -> tuple:
-        return shape_key(x), tuple(module.training for module in self.model.modules())
-
     def _record(self, x: Any, parameters: dict[str, Tensor], found: Probe) -> tuple[Tensor, Record]:
-        recorder = Recorder(self.space, parameters, x, found.dependent)
+        recorder = Recorder(self.space, parameters, x, found.dependent, aliases=self._aliases)
         with recorder:
             value = call(self.model, x)
         return value, recorder.record

@@ -21,12 +21,11 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from lapwing.errors import ModelError
-from lapwing.linalg.rows import assemble
 from lapwing.params import ParamSpace
 from lapwing.tangent.fallback import pull_back
 from lapwing.tangent.inputs import batch_size, call, take
 from lapwing.tangent.record import Event, Record, Recorder
-from lapwing.tangent.samples import SampleAxis, candidates, changed_sample, differs
+from lapwing.tangent.samples import SampleAxis, candidates, changed_sample, differs, not_zero
 from lapwing.tangent.uses import Broadcast, Use
 
 
@@ -93,7 +92,11 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
         dependent |= {min(hidden)}
         base, value = run(x, dependent)
 
-    open_axes = {number: _possible(use, batch) for number, use in base.uses}
+    uses = base.uses
+    sizes = {number: _position_sizes(use) for number, use in uses}
+    open_axes = {number: _possible(use, sizes[number], batch) for number, use in uses}
+    names = [name for name in space.names if name not in base.opaque]
+    of_middle: tuple[Tensor | None, ...] = ()
     wanted = (middle,) if alone else (middle, 0, batch - 1)
     for sample in dict.fromkeys((middle, 0, batch - 1)):
         if sample not in wanted and all(len(found) == 1 for found in open_axes.values()):
@@ -104,25 +107,29 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
         if changed is not None:
             if batch > 1:
                 _check_independent(value, other_value, sample)
-            for number, use in base.uses:
+            for number, use in uses:
                 event, again = base.events[number], other.events[number]
                 open_axes[number] = _forward_consistent(use, event, again, open_axes[number], sample)
-        gradients = _gradients(value, [use.edge for _, use in base.uses], sample)
-        for (number, use), grad in zip(base.uses, gradients, strict=True):
+        # one backward pass serves both questions: which positions belong to the sample, and what the record leaves out
+        wrt = [parameters[name] for name in names] if sample == middle else []
+        gradients = _gradients(value, [*(use.edge for _, use in uses), *wrt], sample)
+        of_middle = gradients if sample == middle else of_middle
+        for (number, use), grad in zip(uses, gradients[: len(uses)], strict=True):
             open_axes[number] = _backward_consistent(use, grad, open_axes[number], sample)
 
     opaque = {
         name: use.operation
-        for number, use in base.uses
+        for number, use in uses
         if not open_axes[number]
         for source in use.sources
         for name in source.names
     }
     axes = {number: found[0] for number, found in open_axes.items() if found}
     base.opaque.update(opaque)
-    opaque |= _unexplained(space, parameters, base, axes, value, middle)
+    by_use = dict(zip((number for number, _ in uses), of_middle[: len(uses)], strict=True))
+    by_name = dict(zip(names, of_middle[len(uses) :], strict=True))
+    opaque |= _unexplained(space, parameters, base, axes, by_use, by_name, middle)
     settled = all(len(found) < 2 for found in open_axes.values())
-    sizes = {number: _position_sizes(use) for number, use in base.uses}
     operations = tuple(event.name for event in base.events)
     return Probe(axes, dependent, opaque, base.signature, settled, operations, sizes)
 
@@ -135,9 +142,8 @@ def _position_sizes(use: Use) -> list[int]:
     return list(sizes[: len(sizes) - use.features])
 
 
-def _possible(use: Use, batch: int) -> list[SampleAxis]:
+def _possible(use: Use, sizes: list[int], batch: int) -> list[SampleAxis]:
     """Every axis the samples may lie along; none if the operation sees them one by one, or in parts."""
-    sizes = _position_sizes(use)
     if batch == 1:  # every position belongs to the one sample, and any axis along which no parameter varies will do
         found = [SampleAxis(axis, 1, 1, size) for axis, size in enumerate(sizes)]
         return [axis for axis in found if not (isinstance(use, Broadcast) and use.blocked(axis.axis))][:1]
@@ -154,7 +160,7 @@ def _forward_consistent(use: Use, base: Event, other: Event, found: list[SampleA
 
 
 def _backward_consistent(use: Use, grad: Tensor | None, found: list[SampleAxis], sample: int) -> list[SampleAxis]:
-    return found if grad is None else _consistent(use, differs(grad, torch.zeros_like(grad)), found, sample)
+    return found if grad is None else _consistent(use, not_zero(grad), found, sample)
 
 
 def _consistent(use: Use, moved: Bool[Tensor, "..."], found: list[SampleAxis], sample: int) -> list[SampleAxis]:
@@ -252,34 +258,41 @@ def _unexplained(
     parameters: dict[str, Tensor],
     base: Record,
     axes: dict[int, SampleAxis],
-    value: Tensor,
+    by_use: dict[int, Tensor | None],
+    by_name: dict[str, Tensor | None],
     sample: int,
 ) -> dict[str, str]:
-    """Parameters whose rows, for one sample, are not the gradient that autograd finds for it."""
-    names = [name for name in space.names if name not in base.opaque]
-    uses = base.uses
-    edges = [use.edge for _, use in uses]
-    grads = _gradients(value, [*edges, *(parameters[name] for name in names)], sample)
+    """Parameters whose rows, for one sample, are not the gradient `by_name` that autograd finds for it."""
     pieces, largest = [], 0.0
 
     def pull(derived, rows):
         return pull_back(derived, rows, parameters, space, frozenset(base.opaque))
 
-    for (number, use), grad in zip(uses, grads[: len(edges)], strict=True):
+    for number, use in base.uses:
+        grad = by_use[number]
         if grad is not None:
             largest = max(largest, float(grad.abs().max()))
             # a rule that fails leaves rows out, and its parameters are found to be unexplained below
             with suppress(RuntimeError):
                 pieces += use.pieces(grad.unsqueeze(0), axes[number], space.dtype, pull)
-    total = torch.zeros(space.total, dtype=space.dtype, device=space.device)
-    rows = assemble(pieces, space.total, slice(sample, sample + 1))[0, 0] if pieces else total
-    largest = max(largest, float(rows.abs().max()))
+    expected = [by_name.get(name) for name in space.names]
+    scales = [0.0 if grad is None or not grad.numel() else float(grad.abs().max()) for grad in expected]
+    largest = max([largest, *scales])
+    # the rows are added to minus the gradient: what is left over is what the record does not explain
+    left = [
+        torch.zeros(shape.numel(), dtype=space.dtype, device=space.device)
+        if grad is None
+        else grad.detach().flatten().to(space.dtype).neg()
+        for grad, shape in zip(expected, space.shapes, strict=True)
+    ]
+    over = torch.cat(left)
+    for piece in pieces:
+        piece.add_to(over[None, None], slice(sample, sample + 1))
+    over.abs_()
     found = {}
-    for name, grad in zip(names, grads[len(edges) :], strict=True):
-        expected = total[space.segment(name)] if grad is None else grad.flatten().to(space.dtype)
+    for name, scale in zip(space.names, scales, strict=True):
         eps = torch.finfo(parameters[name].dtype).eps
-        mine, scale = rows[space.segment(name)], float(expected.abs().max()) if expected.numel() else 0.0
         tolerance = eps**0.5 * scale + min(1e3 * eps, eps**0.5) * largest
-        if bool(((mine - expected).abs() > tolerance).any()):
+        if name not in base.opaque and bool((over[space.segment(name)] > tolerance).any()):
             found[name] = base.seen(name)
     return found

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ _DROPOUT = frozenset(
 ) | {torch.dropout}
 _ASKS_FOR_MODES = "has_torch_function"
 _RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
+_SIZES = (int, str)
+_WRITING, _REFUSABLE = "writes into its first argument", "may be random, or couple samples"
 
 
 @dataclass
@@ -82,11 +85,18 @@ class Record:
         )
 
 
+def whole_aliases(space: ParamSpace) -> dict[str, Alias]:
+    """Every parameter as an alias of itself."""
+    starts = space.whole.starts
+    return {name: parameter_alias(name, starts[name], space.shape(name)) for name in space.names}
+
+
 class Recorder(TorchFunctionMode):
     """Records uses of `parameters` (name -> tensor) while active; `inputs` are the data.
 
     `dependent` holds numbers of events that a probe has shown to depend on the data, for operations whose inputs
-    passed through code that hides it (a custom autograd function).
+    passed through code that hides it (a custom autograd function). `aliases` are those of `whole_aliases(space)`,
+    where they are at hand.
     """
 
     def __init__(
@@ -96,13 +106,14 @@ class Recorder(TorchFunctionMode):
         inputs: Any,
         dependent: frozenset[int] = frozenset(),
         snapshot: Callable[[Tensor], Tensor] | None = None,
+        aliases: Mapping[str, Alias] | None = None,
     ) -> None:
         super().__init__()
         self.record = Record()
         self._parameters = parameters
         self._dependent = dependent
         self._snapshot = snapshot
-        self._whole = {name: parameter_alias(name, space.whole.starts[name], parameters[name]) for name in space.names}
+        self._whole = whole_aliases(space) if aliases is None else aliases
         self._sources: dict[int, tuple[Tensor, Source, int]] = {}
         for name, alias in self._whole.items():
             self._register(parameters[name], alias)
@@ -140,13 +151,15 @@ class Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self, _descend():
                 return func(*args, **kwargs)
-        _refuse_train_mode(func, args, kwargs)
+        name, kind = _traits(func)
+        if kind is _REFUSABLE:
+            _refuse_train_mode(func, args, kwargs)
         # the operations, also those on data alone, and their axes and sizes: another batch may take another way
-        self.record.trace = hash((self.record.trace, _name(func), tuple(a for a in args if type(a) in (int, str))))
+        self.record.trace = hash((self.record.trace, name, *(a for a in args if type(a) in _SIZES)))
         given = _flat(args, kwargs)
         read = [t for t in given if id(t) in self._sources]
         data = any(self._is_data(t) for t in given)
-        target = _written(func, args, kwargs)
+        target = _written(kind, args, kwargs)
         if not read:
             out = func(*args, **kwargs)
             if data:
@@ -159,7 +172,10 @@ class Recorder(TorchFunctionMode):
             before = args
         # a tensor that holds parameters loses its name when it is written to, so the names are asked for before
         names, version = (frozenset(), 0) if target is None else (self._names(read), target._version)
-        with _differentiable_twice(func):
+        if func in _RECURRENT:
+            with _differentiable_twice():
+                out = func(*args, **kwargs)
+        else:
             out = func(*args, **kwargs)
         written = target is not None and target._version != version
         if target is not None and written and (out is not target or id(target) in self._sources):
@@ -254,22 +270,30 @@ def _flat(args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _written(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
+def _written(kind: str | None, args: tuple, kwargs: dict) -> Tensor | None:
     """The tensor that an operation writes into: of an in-place method, of an assignment to an index, of `out=`."""
-    if isinstance(kwargs.get("out"), Tensor):
+    if kwargs and isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    if args and isinstance(args[0], Tensor) and (in_place or name == "__setitem__" or func in IN_PLACE):
-        return args[0]
-    return None
+    return args[0] if kind is _WRITING and args and isinstance(args[0], Tensor) else None
 
 
 def _name(func: Callable) -> str:
-    name = getattr(func, "__name__", str(func))
+    return _traits(func)[0]
+
+
+@lru_cache(maxsize=1024)
+def _traits(func: Callable) -> tuple[str, str | None]:
+    """The name of an operation, and whether it writes into its first argument or may have to be refused."""
+    plain = getattr(func, "__name__", "")
+    name = plain or str(func)
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
-    return name
+    in_place = plain.endswith("_") and not plain.endswith("__")
+    if in_place or plain == "__setitem__" or func in IN_PLACE:
+        return name, _WRITING
+    refusable = func in _DROPOUT or func in _RECURRENT
+    refusable = refusable or func in (F.batch_norm, F.scaled_dot_product_attention, F.embedding)
+    return name, _REFUSABLE if refusable else None
 
 
 def _refuse_train_mode(func, args, kwargs) -> None:
@@ -317,16 +341,14 @@ def _refuse_random(what: str) -> None:
 
 
 @contextmanager
-def _differentiable_twice(func: Callable) -> Iterator[None]:
+def _differentiable_twice() -> Iterator[None]:
     """The fused recurrent kernels have no second derivative, which J v needs; the plain ones do."""
     before = torch.backends.mkldnn.enabled
-    if func in _RECURRENT:
-        torch.backends.mkldnn.enabled = False  # `mkldnn.flags` would set, and warn of, other switches too
+    torch.backends.mkldnn.enabled = False  # `mkldnn.flags` would set, and warn of, other switches too
     try:
         yield
     finally:
-        if func in _RECURRENT:
-            torch.backends.mkldnn.enabled = before
+        torch.backends.mkldnn.enabled = before
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -90,10 +91,25 @@ def changed_sample(x: Any, sample: int) -> Any:
 
 def differs(before: Tensor, after: Tensor) -> Bool[Tensor, "..."]:
     """Where two runs differ by more than rounding."""
-    if not before.is_floating_point():
+    if not before.is_floating_point() or not before.numel():
         return before != after
+    eps = 16 * torch.finfo(before.dtype).eps
+    largest = torch.maximum(before.abs().max(), after.abs().max())
+    if isfinite(largest.item()):  # nearly always: no NaN and no infinity among them
+        return (before - after).abs_() > eps * largest
     scale = torch.maximum(before.abs(), after.abs())
     scale = scale[torch.isfinite(scale)].max() if bool(torch.isfinite(scale).any()) else torch.ones(())
-    tolerance = 16 * torch.finfo(before.dtype).eps * scale
+    tolerance = eps * scale
     both_nan = (before != before) & (after != after)
     return ~((before - after).abs() <= tolerance) & ~both_nan & ~(before == after)
+
+
+def not_zero(values: Tensor) -> Bool[Tensor, "..."]:
+    """Where values are more than the rounding of the largest of them."""
+    if not values.is_floating_point() or not values.numel():
+        return values != 0
+    size = values.abs()
+    largest = size.max()
+    if isfinite(largest.item()):
+        return size > 16 * torch.finfo(values.dtype).eps * largest
+    return differs(values, torch.zeros_like(values))

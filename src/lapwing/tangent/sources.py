@@ -61,8 +61,8 @@ class Derived:
 Source = Alias | Derived
 
 
-def parameter_alias(name: str, start: int, parameter: Tensor) -> Alias:
-    return Alias(name, start, tuple(parameter.shape), tuple(range(parameter.dim())))
+def parameter_alias(name: str, start: int, shape: torch.Size) -> Alias:
+    return Alias(name, start, tuple(shape), tuple(range(len(shape))))
 
 
 def view_alias(out: Tensor, parameter: Tensor, whole: Alias) -> Alias | None:
