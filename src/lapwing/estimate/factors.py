@@ -132,8 +132,7 @@ class Matrix(Accumulator):
         sums.grads.add(merged(left))
         if first:
             assert isinstance(sums.inputs, GramSum)
-            # a column of ones was joined to a copy; without it this may be the very tensor that the loader gave
-            sums.inputs.add(right, borrowed=role != "upright" or self.layout.bias is None)
+            sums.inputs.add(right)
             sums.count += right.shape[0] * right.shape[1]
 
     def _side_by_side(self, role: str, members: list[Piece]) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -43,15 +43,20 @@ FEW_ROWS = 1024
 """Products of fewer rows wait until there are so many: each reads and writes the whole sum, which is slow to reach."""
 
 
+def enough_rows(width: int) -> int:
+    """Rows that are worth a product at once: the sum has width^2 entries, and waiting costs a copy of the rows."""
+    return min(FEW_ROWS, 2 * width)
+
+
 @dataclass
 class GramSum:
     """sum over m, t of v v^T for values [m, t, k, d], whichever way they lie in memory: [k, d, d]."""
 
     upper: Float[Tensor, "k d d"]
-    waiting: list[Tensor] = field(default_factory=list)
+    waiting: Float[Tensor, "m k d"] | None = None
+    count: int = 0
 
-    def add(self, values: Float[Tensor, "m t k d"], borrowed: bool = False) -> None:
-        """`borrowed` values may change after this call: a loader may fill one tensor again and again."""
+    def add(self, values: Float[Tensor, "m t k d"]) -> None:
         count, shared, groups, width = values.shape
         last = values.permute(2, 3, 0, 1)
         if last.is_contiguous() and not values.is_contiguous():
@@ -61,20 +66,29 @@ class GramSum:
             last = values.permute(0, 2, 3, 1)
             self.upper += (last @ last.mT).sum(0)
         else:
-            self.waiting.append(values.reshape(count * shared, groups, width))
-            if sum(map(len, self.waiting)) >= FEW_ROWS:
-                self._flush()
-            elif borrowed:
-                self.waiting[-1] = self.waiting[-1].clone()
+            self._add_rows(values.reshape(count * shared, groups, width))
+
+    def _add_rows(self, rows: Float[Tensor, "m k d"]) -> None:
+        enough = enough_rows(rows.shape[-1])
+        if len(rows) >= enough:
+            add_product(self.upper, rows.permute(1, 2, 0))
+            return
+        if self.waiting is None:
+            self.waiting = rows.new_empty(enough, *rows.shape[1:])
+        if self.count + len(rows) > enough:
+            self._flush()
+        self.waiting[self.count : self.count + len(rows)] = rows
+        self.count += len(rows)
 
     def _flush(self) -> None:
-        if self.waiting:
-            rows = self.waiting[0] if len(self.waiting) == 1 else torch.cat(self.waiting)
-            self.waiting.clear()
-            add_product(self.upper, rows.permute(1, 2, 0))
+        if self.waiting is not None and self.count:
+            add_product(self.upper, self.waiting[: self.count].permute(1, 2, 0))
+            self.count = 0
 
     def matrix(self) -> Float[Tensor, "k d d"]:
+        """The sum itself, not a copy of it."""
         self._flush()
+        self.waiting = None
         return mirrored(self.upper)
 
 
@@ -94,5 +108,15 @@ def add_product(total: Float[Tensor, "k d d"], last: Float[Tensor, "k d m"]) -> 
 
 
 def mirrored(upper: Float[Tensor, "*k d d"]) -> Float[Tensor, "*k d d"]:
-    """The symmetric matrix of an upper triangle; what is below is ignored."""
-    return torch.triu(upper) + torch.triu(upper, 1).mT
+    """The symmetric matrix of an upper triangle, in its place; what is below is overwritten."""
+    width = upper.shape[-1]
+    for start in range(0, width, TILE):
+        stop = min(start + TILE, width)
+        corner = upper[..., start:stop, start:stop]
+        corner.copy_(torch.triu(corner) + torch.triu(corner, 1).mT)
+        upper[..., stop:, start:stop] = upper[..., start:stop, stop:].mT
+    return upper
+
+
+TILE = 192
+"""Rows that are mirrored at a time: few enough to stay in a cache."""
