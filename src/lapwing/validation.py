@@ -103,7 +103,7 @@ def grid(
     candidates = Candidates(torch.full_like(deltas, scale), deltas)
     how = family(likelihood, link, _positive(sigma, "sigma"), samples, generator)
     scores = _scores(curvature, tangent_at, how, batches, candidates, score)
-    return Grid(deltas, scores, _smallest(scores, [f"prior precision {float(d):.6g}" for d in deltas]))
+    return Grid(deltas, scores, smallest(scores, [f"prior precision {float(d):.6g}" for d in deltas]))
 
 
 def pseudo_data(
@@ -136,7 +136,7 @@ def pseudo_data(
     pairs = torch.cartesian_prod(numbers, deltas).reshape(-1, 2)
     how = family(likelihood, link, _positive(sigma, "sigma"), samples, generator)
     scores = _scores(curvature, tangent_at, how, batches, Candidates(pairs[:, 0] * scale, pairs[:, 1]), score)
-    number = _smallest(scores, [f"count {float(n):.6g} with prior precision {float(d):.6g}" for n, d in pairs])
+    number = smallest(scores, [f"count {float(n):.6g} with prior precision {float(d):.6g}" for n, d in pairs])
     index = divmod(number, len(deltas))
     return PseudoData(numbers, deltas, scores.reshape(len(numbers), len(deltas)), index)
 
@@ -225,7 +225,7 @@ def _gathered(how: Family, batches: Sequence[Batch], count: int, metric: Metric)
     return torch.tensor(scores, dtype=torch.float64)
 
 
-def _smallest(scores: Float[Tensor, " k"], names: Sequence[str]) -> int:
+def smallest(scores: Float[Tensor, " k"], names: Sequence[str]) -> int:
     """The first of the smallest scores among those that are finite."""
     finite = torch.isfinite(scores)
     if not bool(finite.any()):

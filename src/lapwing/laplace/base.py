@@ -47,10 +47,10 @@ class BaseLaplace(HyperParameters):
         self,
         model: nn.Module,
         likelihood: str | Likelihood,
-        sigma_noise: float | Tensor = 1.0,
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
+        sigma_noise: float | int | Tensor = 1.0,
+        prior_precision: float | int | Tensor = 1.0,
+        prior_mean: float | int | Tensor = 0.0,
+        temperature: float | int | Tensor = 1.0,
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
@@ -274,21 +274,22 @@ class BaseLaplace(HyperParameters):
         pred_type: str = "glm",
         method: str = "marglik",
         n_steps: int = 100,
-        lr: float = 0.1,
-        init_prior_prec: float | Tensor = 1.0,
+        lr: float | int = 0.1,
+        init_prior_prec: float | int | Tensor = 1.0,
         prior_structure: str = "scalar",
         val_loader: Iterable[Any] | None = None,
         loss: Callable | None = None,
-        log_prior_prec_min: float = -4,
-        log_prior_prec_max: float = 4,
+        log_prior_prec_min: float | int = -4,
+        log_prior_prec_max: float | int = 4,
         grid_size: int = 100,
         link_approx: str = "probit",
         n_samples: int = 100,
         verbose: bool = False,
         progress_bar: bool = False,
-        log_prior_prec_base: float = 10.0,
+        log_prior_prec_base: float | int = 10.0,
         *,
         optimize_sigma_noise: bool = False,
+        counts: Iterable[float | int] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         """Sets the prior precision (with `optimize_sigma_noise` the noise as well) to what the data prefer.
@@ -297,42 +298,40 @@ class BaseLaplace(HyperParameters):
         adam         maximises the evidence by `n_steps` steps of Adam at `lr`
         mackay       MacKay's fixed point, per group of the prior
         gridsearch   the best of `grid_size` precisions on `val_loader`, by validation NLL or `loss`
+        pseudo_data  the best pair of a precision and a number N of data points (`counts`) that the data shall count
+                     for, on `val_loader`; sets the temperature to n_data / N as well
 
+        `loss(prediction, targets)` gets probabilities, or (mean, variance); the smallest wins.
         The prior has one precision ("scalar"), one per parameter tensor ("layerwise"), one per module ("module") or
         one per entry ("diag"). `verbose` reports through `logging`.
         """
         start = tuning.starting_precision(self.space, prior_structure, init_prior_prec)
         chosen = choose(method, tuning.METHODS, "method")
-        if chosen == "gridsearch":
+        _ = self.fitted
+        if chosen in ("gridsearch", "pseudo_data"):
             grid = tuning.Grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
-            tuning.check_scalar(prior_structure)
-            self._pred_type(pred_type)
-            found = self._gridsearch(pred_type, grid, val_loader, loss, link_approx, n_samples, generator)
-            sigma = None
+            tuning.check_scalar(prior_structure, chosen)
+            pairs = self._held_out(val_loader, chosen)
+            link = choose(link_approx, predictions.LINKS, "link_approx")
+            with evaluating(self.model), torch.no_grad():
+                if chosen == "gridsearch":
+                    drawn = link, n_samples, generator
+                    found = tuning.by_validation(self, pairs, grid, self._pred_type(pred_type), loss, *drawn)
+                else:
+                    found, self.temperature = tuning.by_pseudo_data(self, pairs, grid, counts, loss)
+            self.prior_precision = found
         else:
             self._check_prior(start)
             hyper = tuning.Start(start, self._prior_mean, self._sigma_noise, optimize_sigma_noise)
-            found, sigma = tuning.by_evidence(self, chosen, hyper, n_steps, lr)
-        self.prior_precision = found
-        if sigma is not None:
-            self.sigma_noise = sigma
+            self.prior_precision, sigma = tuning.by_evidence(self, chosen, hyper, n_steps, lr)
+            if sigma is not None:
+                self.sigma_noise = sigma
         tuning.report(self, chosen, verbose)
 
-    def _gridsearch(
-        self,
-        pred_type: str,
-        grid: tuning.Grid,
-        val_loader: Iterable[Any] | None,
-        loss: Callable | None,
-        link: str,
-        n_samples: int,
-        generator: torch.Generator | None,
-    ) -> Tensor:
+    def _held_out(self, val_loader: Iterable[Any] | None, method: str) -> Pairs:
         if val_loader is None:
-            raise OptionError("method='gridsearch' has no val_loader; expected held-out data to score by.")
-        pairs = Pairs(val_loader, self.dict_key_y, self._whole.device)
-        with evaluating(self.model), torch.no_grad():
-            return tuning.by_validation(self, pairs, grid, pred_type, loss, link, n_samples, generator)
+            raise OptionError(f"method={method!r} has no val_loader; expected held-out data to score by.")
+        return Pairs(val_loader, self.dict_key_y, self._whole.device)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

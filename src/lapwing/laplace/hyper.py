@@ -52,7 +52,7 @@ class Fitted:
         return Fitted(curvature, self.mean, fit, count, self.output_shape)
 
 
-def prior_of(space: ParamSpace, precision: Tensor, mean: float | Tensor) -> Prior:
+def prior_of(space: ParamSpace, precision: Tensor, mean: float | int | Tensor) -> Prior:
     """The prior that a number of precisions means: one, one per tensor, one per module, or one per entry."""
     count = precision.numel()
     if count == 1:
@@ -80,10 +80,10 @@ class HyperParameters:
 
     def __init__(
         self,
-        sigma_noise: float | Tensor,
-        prior_precision: float | Tensor,
-        prior_mean: float | Tensor,
-        temperature: float | Tensor,
+        sigma_noise: float | int | Tensor,
+        prior_precision: float | int | Tensor,
+        prior_mean: float | int | Tensor,
+        temperature: float | int | Tensor,
     ) -> None:
         self._fitted: Fitted | None = None
         self._space: ParamSpace | None = None
@@ -101,7 +101,7 @@ class HyperParameters:
         return self._prior_precision
 
     @prior_precision.setter
-    def prior_precision(self, value: float | Tensor) -> None:
+    def prior_precision(self, value: float | int | Tensor) -> None:
         value = self._number(value, "prior_precision")
         if value.dim() > 1:
             raise ParameterError(f"prior_precision has shape {tuple(value.shape)}; expected a number or a vector.")
@@ -120,7 +120,7 @@ class HyperParameters:
         return self._prior_mean
 
     @prior_mean.setter
-    def prior_mean(self, value: float | Tensor) -> None:
+    def prior_mean(self, value: float | int | Tensor) -> None:
         value = self._number(value, "prior_mean")
         value = value.reshape(()) if value.numel() == 1 else value
         if self._space is not None:
@@ -133,7 +133,7 @@ class HyperParameters:
         return self._sigma_noise
 
     @sigma_noise.setter
-    def sigma_noise(self, value: float | Tensor) -> None:
+    def sigma_noise(self, value: float | int | Tensor) -> None:
         value = self._number(value, "sigma_noise")
         if value.numel() != 1:
             raise ParameterError(
@@ -157,7 +157,7 @@ class HyperParameters:
         return self._temperature
 
     @temperature.setter
-    def temperature(self, value: float | Tensor) -> None:
+    def temperature(self, value: float | int | Tensor) -> None:
         value = self._number(value, "temperature").reshape(())
         if not (0 < float(value.detach()) < float("inf")):
             raise ParameterError(f"temperature is {float(value.detach())}; expected a finite number > 0.")
@@ -274,7 +274,7 @@ class HyperParameters:
         return self.log_det_posterior_precision - self.log_det_prior_precision
 
     def log_marginal_likelihood(
-        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+        self, prior_precision: float | int | Tensor | None = None, sigma_noise: float | int | Tensor | None = None
     ) -> Float[Tensor, ""]:
         """log Z of the Laplace approximation, differentiable in its arguments, which become the posterior's own."""
         before = self._prior_precision, self._sigma_noise

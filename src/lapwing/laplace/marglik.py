@@ -34,14 +34,14 @@ def marglik_training(
     scheduler_cls: type | None = None,
     scheduler_kwargs: Mapping[str, Any] | None = None,
     n_epochs: int = 300,
-    lr_hyp: float = 0.1,
+    lr_hyp: float | int = 0.1,
     prior_structure: str = "layerwise",
     n_epochs_burnin: int = 0,
     n_hypersteps: int = 10,
     marglik_frequency: int = 1,
-    prior_prec_init: float = 1.0,
-    sigma_noise_init: float = 1.0,
-    temperature: float = 1.0,
+    prior_prec_init: float | int = 1.0,
+    sigma_noise_init: float | int = 1.0,
+    temperature: float | int = 1.0,
     fix_sigma_noise: bool = False,
     progress_bar: bool = False,
     enable_backprop: bool = False,
@@ -94,7 +94,7 @@ def marglik_training(
             scheduler_kwargs=scheduler_kwargs,
             scheduler_per_batch=True,
             epochs=n_epochs,
-            burn_in=n_epochs_burnin,
+            burn_in=max(0, n_epochs_burnin - 1),  # the epoch that ends the burn-in is evaluated
             every=marglik_frequency,
             hyper_steps=n_hypersteps,
             hyper_lr=lr_hyp,
@@ -110,6 +110,6 @@ def marglik_training(
     return laplace, model, [-value for value in found.steps], list(found.losses)
 
 
-def _start(space: ParamSpace, structure: str, precision: float) -> torch.Tensor:
+def _start(space: ParamSpace, structure: str, precision: float | int) -> torch.Tensor:
     count = {"scalar": 1, "layerwise": len(space.names), "module": len(space.layers), "diag": space.size}[structure]
     return torch.full((count,), precision, dtype=space.dtype, device=space.device)

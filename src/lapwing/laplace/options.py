@@ -55,6 +55,7 @@ class TuningMethod(StrEnum):
     ADAM = "adam"
     MACKAY = "mackay"
     GRIDSEARCH = "gridsearch"
+    PSEUDO_DATA = "pseudo_data"
 
 
 class PriorStructure(StrEnum):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing import evidence
-from lapwing.errors import OptionError, ParameterError
+from lapwing import evidence, validation
+from lapwing.errors import DataError, OptionError, ParameterError
 from lapwing.laplace.hyper import HyperParameters, prior_of
 from lapwing.laplace.options import PriorStructure, TuningMethod, choose
+from lapwing.likelihoods import Gaussian
 from lapwing.params import ParamSpace
 from lapwing.training import adam
 
@@ -56,7 +58,7 @@ class Start:
     noise: bool
 
 
-def starting_precision(space: ParamSpace, structure: str, value: float | Tensor) -> Float[Tensor, " groups"]:
+def starting_precision(space: ParamSpace, structure: str, value: float | int | Tensor) -> Float[Tensor, " groups"]:
     """`value` once for each precision that the structure has."""
     structure = choose(structure, [each.value for each in PriorStructure], "prior_structure")
     sizes = {"scalar": 1, "layerwise": len(space.names), "module": len(space.layers), "diag": space.size}
@@ -71,10 +73,10 @@ def starting_precision(space: ParamSpace, structure: str, value: float | Tensor)
     return start.expand(sizes[structure]).clone()
 
 
-def check_scalar(structure: str) -> None:
+def check_scalar(structure: str, method: str) -> None:
     if choose(structure, [each.value for each in PriorStructure], "prior_structure") != "scalar":
         raise OptionError(
-            f"prior_structure={structure!r} with method='gridsearch', which searches one number; expected 'scalar'. "
+            f"prior_structure={structure!r} with method={method!r}, which searches one number; expected 'scalar'. "
             "Use method='marglik' or 'mackay' for several precisions."
         )
 
@@ -106,9 +108,91 @@ def by_validation(
     link: str,
     n_samples: int,
     generator: torch.Generator | None,
-) -> Tensor:
-    """The precision with the smallest loss on held-out data; the network is linearised once per batch."""
-    raise NotImplementedError
+) -> Float[Tensor, " one"]:
+    """The precision with the smallest loss on held-out data.
+
+    Closed forms linearise the network once per batch and score all precisions at once; draws (pred_type "nn", or link
+    "mc") are made for one precision after the other, each time from the same random numbers.
+    """
+    values = grid.values(laplace.prior_precision)
+    if laplace._pred_type(pred_type) == "glm" and link != "mc":
+        found = validation.grid(
+            laplace.fitted.curvature,
+            laplace.linearise,
+            laplace.distribution,
+            pairs,
+            values,
+            sigma=laplace.sigma_noise,
+            temperature=laplace.temperature,
+            score=loss,
+            link=link,
+            samples=n_samples,
+            generator=generator,
+        )
+        return values[found.index].reshape(1)
+    if loss is not None:
+        raise OptionError(
+            "a loss of your own goes with predictions in closed form; found pred_type='nn' or link_approx='mc', which "
+            "score by the predictive density of the draws. Leave loss out, or use pred_type='glm' and 'probit'."
+        )
+    scores = _scores_of_draws(laplace, pairs, values, (pred_type, n_samples), generator)
+    return values[validation.smallest(scores, [f"prior precision {float(v):.6g}" for v in values])].reshape(1)
+
+
+def _scores_of_draws(
+    laplace: BaseLaplace,
+    pairs: Iterable[Any],
+    values: Float[Tensor, " k"],
+    draws: tuple[str, int],
+    generator: torch.Generator | None,
+) -> Float[Tensor, " k"]:
+    """Mean over held-out points of -log of the mean over draws of p(y | f)."""
+    kept, before = list(pairs), laplace.prior_precision
+    likelihood = laplace.distribution
+    if isinstance(likelihood, Gaussian) and laplace.has_noise:
+        likelihood = replace(likelihood, sigma=float(laplace.sigma_noise))
+    seed = torch.initial_seed() if generator is None else generator.initial_seed()
+    scores = []
+    try:
+        for value in values:
+            laplace.prior_precision = value
+            numbers = torch.Generator(device=values.device).manual_seed(seed)
+            total, points = 0.0, 0
+            for x, y in kept:
+                outputs = laplace.functional_samples(x, *draws, generator=numbers)
+                each = torch.stack([likelihood.log_prob(f, y) for f in outputs])
+                total -= float((torch.logsumexp(each, 0) - log(len(each))).sum())
+                points += len(y)
+            scores.append(total / max(points, 1))
+    finally:
+        laplace.prior_precision = before
+    if not kept:
+        raise DataError("the validation loader yields no batch; expected at least one (x, y) pair.")
+    return torch.tensor(scores, dtype=torch.float64)
+
+
+def by_pseudo_data(
+    laplace: BaseLaplace, pairs: Iterable[Any], grid: Grid, counts: Iterable[float | int] | None, loss: Callable | None
+) -> tuple[Float[Tensor, " one"], float]:
+    """The thesis' (N, lambda): a precision, and the temperature that makes n_data points count as N.
+
+    Without `counts` N goes from a thousandth of the data to ten times as many, in 17 steps.
+    """
+    values = grid.values(laplace.prior_precision)
+    points = laplace.n_data
+    numbers = torch.logspace(-3, 1, 17, dtype=torch.float64) * points if counts is None else list(counts)
+    found = validation.pseudo_data(
+        laplace.fitted.curvature,
+        laplace.linearise,
+        laplace.distribution,
+        pairs,
+        numbers,
+        values,
+        points=points,
+        sigma=laplace.sigma_noise,
+        score=loss,
+    )
+    return values[found.index[1]].reshape(1), points / found.best[0]
 
 
 def report(hyper: HyperParameters, method: str, verbose: bool) -> None:
