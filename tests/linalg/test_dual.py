@@ -38,6 +38,7 @@ from lapwing.linalg import (
     Piece,
     Precision,
     RowSet,
+    dual_precision,
     row_set,
     stacks,
 )
@@ -180,7 +181,7 @@ def test_every_method_under_a_prior_per_tensor(name: str, kept: bool, monkeypatc
     case = dual(name)(generator())
     pieces = all_pieces(case, generator(2))["rows like its own"]
     rows = spelled_out(pieces, NETWORK)
-    v = normal(generator(3), NETWORK)
+    v, mixed = normal(generator(3), NETWORK), torch.arange(NETWORK) % 3
     scale = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
     each = (0.3 + 0.2 * torch.arange(7.0)).double().requires_grad_()
 
@@ -188,11 +189,18 @@ def test_every_method_under_a_prior_per_tensor(name: str, kept: bool, monkeypatc
         if isinstance(precision, Precision):
             covariance = precision.quadratic(pieces)
             close(precision.squares(pieces), covariance.diagonal(dim1=1, dim2=2))
-            return [precision.logdet(), precision.solve(v), precision.variance(), covariance, precision.mv(v)]
+            traces = [precision.inverse_trace(), precision.inverse_trace(TENSORS), precision.inverse_trace(mixed)]
+            found = [precision.logdet(), precision.solve(v), precision.variance(), covariance, precision.mv(v)]
+            return found + traces
         inverse = torch.linalg.inv(precision)
         covariance = torch.einsum("r n p, p q, s n q -> n r s", rows, inverse, rows)
         logdet = torch.linalg.slogdet(precision).logabsdet
-        return [logdet, inverse @ v, inverse.diagonal(), covariance, precision @ v]
+        variance = inverse.diagonal()
+        traces = [
+            torch.stack([variance[groups == k].sum() for k in range(int(groups.max()) + 1)])
+            for groups in (0 * TENSORS, TENSORS, mixed)
+        ]
+        return [logdet, inverse @ v, variance, covariance, precision @ v, *traces]
 
     ours = (case.curvature * scale).with_prior(each[TENSORS])
     assert ours.blocks is not None  # pyright: ignore[reportAttributeAccessIssue]
@@ -263,7 +271,7 @@ def test_a_small_budget_cuts_the_work_and_changes_nothing(
         return out
 
     whole = outcomes()
-    for module in (row_set, dual_module):
+    for module in (row_set, dual_precision):
         monkeypatch.setattr(module, "DEFAULT_BUDGET", budget)
     for actual, expected in zip(outcomes(), whole, strict=True):
         close(actual, expected)

@@ -3,7 +3,8 @@
 from lapwing.linalg.blocks import Block, Blocks, BlocksPrecision
 from lapwing.linalg.dense import CholeskyPrecision, Dense, EigenPrecision
 from lapwing.linalg.diagonal import Diagonal, DiagonalPrecision
-from lapwing.linalg.dual import Dual, DualPrecision
+from lapwing.linalg.dual import Dual
+from lapwing.linalg.dual_precision import DualPrecision
 from lapwing.linalg.eigenbasis import Kronecker, KroneckerPrecision
 from lapwing.linalg.factors import Term, nearest_kronecker
 from lapwing.linalg.low_rank import LowRank
