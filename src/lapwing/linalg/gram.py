@@ -180,6 +180,9 @@ def add_grams(found: Iterable[tuple[slice, Form, Tensor]], count: int, batch: in
     """The sum over (data points, rows, weight)."""
     total = None
     for points, form, weight in found:
+        if total is None and points == slice(0, batch):  # the usual case, and [N, R, R] may be the largest tensor
+            total = form.gram(weight)
+            continue
         total = weight.new_zeros(batch, count, count) if total is None else total
         total[points] += form.gram(weight)
     assert total is not None
