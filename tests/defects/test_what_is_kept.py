@@ -6,6 +6,7 @@ Each test is named after what is right and has an oracle of its own. Curvature a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from io import BytesIO
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lapwing import Laplace, marglik_training
-from lapwing.errors import LapwingError
+from lapwing.errors import LapwingError, LapwingWarning
 from unchanged import unchanged
 
 
@@ -262,9 +263,10 @@ def test_a_loss_that_is_not_a_number_never_wins_a_grid_search() -> None:
     assert sure == sorted(sure)
     threshold = (sure[3] + sure[4]) / 2
     options = {"log_prior_prec_min": -2.0, "log_prior_prec_max": 2.0, "grid_size": 9}
-    la.optimize_prior_precision(method="gridsearch", val_loader=whole, loss=loss, **options)
+    with pytest.warns(LapwingWarning, match="the score is nan"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=whole, loss=loss, **options)
     assert float(la.prior_precision) == pytest.approx(float(grid[4]), rel=1e-6)
-    with pytest.raises(LapwingError):
+    with pytest.raises(LapwingError), warnings.catch_warnings(action="ignore"):
         la.optimize_prior_precision(
             method="gridsearch", val_loader=whole, loss=lambda *_: torch.tensor(torch.nan), **options
         )
