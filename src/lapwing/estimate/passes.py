@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Pulled:
 
 def linearised(tangent: Tangent, likelihood: Likelihood, batches: Batches) -> Iterator[tuple[Linearisation, Tensor]]:
     """(linearisation, targets) of every batch, checked; errors name the batch."""
+    if tangent.differentiable:  # a curvature is no function of the inputs
+        tangent = replace(tangent, differentiable=False)
     empty = True
     for number, batch in enumerate(batches):
         empty = False

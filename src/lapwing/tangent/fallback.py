@@ -63,15 +63,20 @@ def opaque_rows(
 
 
 def batched_grad(
-    output: Tensor | GradientEdge, inputs: Sequence[Any], cotangents: Float[Tensor, "r *out"], together: bool = True
+    output: Tensor | GradientEdge,
+    inputs: Sequence[Any],
+    cotangents: Float[Tensor, "r *out"],
+    together: bool = True,
+    graph: bool = False,
 ) -> list[Tensor | None]:
     """d(cotangent . output) / d input for every cotangent: [r, *input] each; None for an unrelated input.
 
     One vectorised backward pass if `together` and every operation on the way has a batching rule, else one pass per
-    cotangent, whose results lie side by side in memory for each data point.
+    cotangent, whose results lie side by side in memory for each data point. `graph` makes them differentiable, one
+    pass at a time: vectorised, torch 2.13 has a wrong second derivative of group_norm for as many cotangents as points.
     """
-    options = {"retain_graph": True, "allow_unused": True}
-    if len(cotangents) > 1 and together:
+    options = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
+    if len(cotangents) > 1 and together and not graph:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # torch warns where it would loop inside: the loop below is as good
@@ -81,6 +86,9 @@ def batched_grad(
     if len(cotangents) == 1:
         grads = torch.autograd.grad((output,), inputs, (cotangents[0],), **options)
         return [None if grad is None else grad.unsqueeze(0) for grad in grads]
+    if graph:
+        passes = zip(*(torch.autograd.grad((output,), inputs, (u,), **options) for u in cotangents), strict=True)
+        return [None if grads[0] is None else torch.stack(grads) for grads in passes]
     found: dict[int, Tensor] = {}
     for r, u in enumerate(cotangents):
         for i, grad in enumerate(torch.autograd.grad((output,), inputs, (u,), **options)):
@@ -106,7 +114,9 @@ def pull_back(
     if not names:
         return []
     flat = rows.flatten(0, 1).reshape(-1, *derived.shape).to(derived.dtype)
-    grads = batched_grad(derived.edge, [parameters[name] for name in names], flat)
+    grads = batched_grad(
+        derived.edge, [parameters[name] for name in names], flat, graph=flat.requires_grad and torch.is_grad_enabled()
+    )
     return [
         DenseRows(space.whole.starts[name], grad.reshape(*rows.shape[:2], -1).to(space.dtype))
         for name, grad in zip(names, grads, strict=True)

@@ -27,10 +27,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lapwing.errors import DataError, ModelError, ParameterError
-from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks
+from lapwing.errors import DataError, ModelError, UnsupportedOperationError
+from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks, push
 from lapwing.params import ParamSpace
+from lapwing.tangent.checks import check_output, check_space, check_trainable
 from lapwing.tangent.fallback import batched_grad, opaque_rows, pull_back
+from lapwing.tangent.gate import Gate, gated, through
 from lapwing.tangent.guard import plain_attention, unchanged
 from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, shape_key, take
 from lapwing.tangent.probe import Probe, probe
@@ -42,11 +44,16 @@ from lapwing.tangent.uses import Use
 
 @dataclass
 class Tangent:
-    """The network as a function of the parameters in `space` (default: all trainable ones)."""
+    """The network as a function of the parameters in `space` (default: all trainable ones).
+
+    `differentiable` keeps the way back to inputs that require gradients: outputs, Jacobian products and what is
+    computed from them can then be differentiated with respect to the inputs, once.
+    """
 
     model: nn.Module
     space: ParamSpace = field(default=None)  # pyright: ignore[reportAssignmentType]
     budget: int = DEFAULT_BUDGET
+    differentiable: bool = False
     _probes: dict[tuple, Probe] = field(default_factory=dict, repr=False)
     _twice: bool | None = field(default=None, repr=False)
 
@@ -89,12 +96,14 @@ class Tangent:
             check_input(x, self.space.device)
             parameters = self.parameters
             check_trainable(parameters)
+            seen, gate = gated(x) if self.differentiable else (x, None)
             modules = list(self.model.modules())
             with unchanged(self.model, modules), plain_attention(), torch.enable_grad():
-                value, record, found = self._recorded(x, parameters, tuple(module.training for module in modules))
+                modes = tuple(module.training for module in modules)
+                value, record, found = self._recorded(seen, parameters, modes, gate is not None)
         check_output(value, batch_size(x))
         record.opaque.update(found.opaque)
-        return Linearisation(self, x, value, record, found)
+        return Linearisation(self, x, value, record, found, gate)
 
     def differentiable_twice(self, linearisation: Linearisation) -> bool:
         """Whether J v may be had from the derivative of J^T u; tried once."""
@@ -102,18 +111,20 @@ class Tangent:
             self._twice = linearisation.adjoint()
         return self._twice
 
-    def _recorded(self, x: Any, parameters: dict[str, Tensor], modes: tuple[bool, ...]) -> tuple[Tensor, Record, Probe]:
+    def _recorded(
+        self, x: Any, parameters: dict[str, Tensor], modes: tuple[bool, ...], graph: bool
+    ) -> tuple[Tensor, Record, Probe]:
         """A forward pass, its record, and the probe that tells its samples apart."""
         key = shape_key(x), modes
         found = self._probes.get(key)
         if found is not None:
-            value, record = self._record(x, parameters, found)
+            value, record = self._record(x, parameters, found, graph)
             if record.signature == found.signature:
                 return value, record, found
         elif batch_size(x) > FEW_SAMPLES:
             with suppress(ModelError):  # a model made for one batch size; other errors come again below
                 few = self._probe(take(x, slice(0, FEW_SAMPLES)), parameters, modes)
-                value, record = self._record(x, parameters, few)
+                value, record = self._record(x, parameters, few, graph)
                 carried = few.carried_over(record, batch_size(x)) if few.settled else None
                 if carried is not None:
                     self._probes[key] = carried
@@ -122,7 +133,7 @@ class Tangent:
         found = probe(self.model, self.space, parameters, x)
         if found.settled:
             self._probes[key] = found
-        return *self._record(x, parameters, found), found
+        return *self._record(x, parameters, found, graph), found
 
     def _probe(self, x: Any, parameters: dict[str, Tensor], modes: tuple[bool, ...]) -> Probe:
         key = shape_key(x), modes
@@ -133,8 +144,8 @@ class Tangent:
             self._probes[key] = found
         return self._probes[key]
 
-    def _record(self, x: Any, parameters: dict[str, Tensor], found: Probe) -> tuple[Tensor, Record]:
-        recorder = Recorder(self.space, parameters, x, found.dependent, aliases=self._aliases)
+    def _record(self, x: Any, parameters: dict[str, Tensor], found: Probe, graph: bool) -> tuple[Tensor, Record]:
+        recorder = Recorder(self.space, parameters, x, found.dependent, aliases=self._aliases, graph=graph)
         with recorder:
             value = call(self.model, x)
         return value, recorder.record
@@ -142,54 +153,6 @@ class Tangent:
 
 FEW_SAMPLES = 5
 """How many samples a probe looks at; a prime, so that it is seldom the size of something else."""
-
-
-def check_space(space: ParamSpace, model: nn.Module) -> None:
-    """A space of this model: its names and shapes."""
-    named = dict(model.named_parameters())
-    if space.device.type == "meta":
-        raise ModelError(
-            "the model's parameters lie on meta, which holds no values; expected the device of the data. Use "
-            "model.to_empty(device=...) and load its state."
-        )
-    for name, shape in zip(space.names, space.shapes, strict=True):
-        if name not in named:
-            raise ParameterError(
-                f"the parameter space names '{name}', which {type(model).__name__} does not have; expected some of "
-                f"{list(named)}. Build it with ParamSpace.of(model)."
-            )
-        if named[name].shape != shape:
-            raise ParameterError(
-                f"parameter '{name}' has shape {tuple(named[name].shape)} in the model and {tuple(shape)} in the "
-                "parameter space; expected the same. Build it with ParamSpace.of(model)."
-            )
-
-
-def check_trainable(parameters: dict[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        if not parameter.requires_grad:
-            raise ModelError(
-                f"parameter '{name}' of the parameter space has requires_grad=False; expected a trainable one. Set "
-                "requires_grad=True, or build the ParamSpace again after freezing."
-            )
-
-
-def check_output(value: Tensor, batch: int) -> None:
-    if value.dim() < 2:
-        raise ModelError(
-            f"the model's output has shape {tuple(value.shape)}; expected [batch, outputs]. Keep the output axis, for "
-            "example with unsqueeze(-1)."
-        )
-    if value.shape[0] != batch:
-        raise ModelError(
-            f"the model's output has {value.shape[0]} rows for a batch of {batch} inputs; expected one row per data "
-            "point, samples along axis 0."
-        )
-    if not value.requires_grad:
-        raise ModelError(
-            "autograd finds no trainable parameter behind the model's output; expected at least one. Look for "
-            "torch.no_grad or detach in the forward pass."
-        )
 
 
 @dataclass
@@ -201,6 +164,7 @@ class Linearisation:
     output: Float[Tensor, "batch *out"]
     record: Record
     probe: Probe
+    gate: Gate | None = None
 
     @property
     def space(self) -> ParamSpace:
@@ -217,14 +181,22 @@ class Linearisation:
 
     @property
     def value(self) -> Float[Tensor, "batch *out"]:
-        """The network's output, detached, in the dtype of the curvature."""
-        return self.output.detach().to(self.space.dtype)
+        """The network's output in the dtype of the curvature; without a graph, or with one to the inputs alone."""
+        value = self.output.detach() if self.gate is None else self._through(self.output)
+        return value.to(self.space.dtype)
 
     # -- products --------------------------------------------------------------------------------------------------
 
     def mv(self, v: Float[Tensor, " params"]) -> Float[Tensor, "batch *out"]:
-        """J v: J^T u is linear in u, and its derivative along v is J v. About two backward passes."""
+        """J v: J^T u is linear in u, and its derivative along v is J v. About two backward passes.
+
+        Where J v is to be differentiated in the inputs, it is had from the rows: torch 2.13 has no third derivative of
+        layer_norm, and gives a wrong one.
+        """
         self.space.check(v)
+        if self.gate is not None:
+            parts = [push(self.pull(eye), v.unsqueeze(0), self.tangent.budget)[0] for eye in self.identity()]
+            return torch.cat(parts, dim=1).reshape(self.output.shape)
         with torch.inference_mode(False), torch.enable_grad():
             v = v.clone() if v.is_inference() else v
             if self.tangent.differentiable_twice(self):
@@ -271,12 +243,15 @@ class Linearisation:
                 f"the cotangent has shape {tuple(u.shape)}; expected that of the outputs, {tuple(self.output.shape)}."
             )
         parameters = self.tangent.parameters
-        grads = torch.autograd.grad(
-            self.output, list(parameters.values()), u.to(self.output.dtype), retain_graph=True, allow_unused=True
-        )
-        return self.space.ravel(
+        options = {"retain_graph": True, "allow_unused": True, "create_graph": self.gate is not None}
+        grads = torch.autograd.grad(self.output, list(parameters.values()), u.to(self.output.dtype), **options)
+        flat = self.space.ravel(
             {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads, strict=True)}
         )
+        return self._through(flat)
+
+    def _through(self, value: Tensor) -> Tensor:
+        return value if self.gate is None else self.gate.through([value])[0]
 
     def rows(self) -> Float[Tensor, "batch outputs params"]:
         """J spelled out, [B, C, P]; for small problems and for tests."""
@@ -306,10 +281,13 @@ class Linearisation:
         """Unit cotangents, one per output, in chunks within the budget."""
         each = self.cotangent_bytes if bytes_per_cotangent is None else bytes_per_cotangent
         for part in chunks(self.outputs, each, self.tangent.budget):
-            index = torch.arange(part.start, part.stop, device=self.output.device)
-            eye = torch.zeros(len(index), self.outputs, dtype=self.space.dtype, device=self.output.device)
-            eye[index - part.start, index] = 1
-            yield eye.reshape(len(index), 1, *self.output.shape[1:]).expand(-1, *self.output.shape)
+            yield self._units(part)
+
+    def _units(self, part: slice) -> Float[Tensor, "r batch *out"]:
+        index = torch.arange(part.start, part.stop, device=self.output.device)
+        eye = torch.zeros(len(index), self.outputs, dtype=self.space.dtype, device=self.output.device)
+        eye[index - part.start, index] = 1
+        return eye.reshape(len(index), 1, *self.output.shape[1:]).expand(-1, *self.output.shape)
 
     def pull(self, cotangents: Float[Tensor, "r batch *out"]) -> list[Piece]:
         """Rows u[r,n]^T J[n] of every cotangent and data point, in the flat coordinates of the space.
@@ -325,12 +303,25 @@ class Linearisation:
     @torch.inference_mode(False)
     def _pull(self, cotangents: Tensor) -> list[Piece]:
         cotangents = cotangents.clone() if cotangents.is_inference() else cotangents
+        with torch.set_grad_enabled(self.gate is not None):
+            pieces = self._pieces(cotangents)
+        return pieces if self.gate is None else through(self.gate, pieces)
+
+    def _pieces(self, cotangents: Tensor) -> list[Piece]:
         grads = self._gradients(cotangents)
         pieces: list[Piece] = []
         for (use, axis), grad in zip(self.uses, grads, strict=True):
             if grad is None:
                 grad = cotangents.new_zeros(len(cotangents), *use.shape)
             pieces += use.pieces(grad, axis, self.space.dtype, self._pull_back)
+        if self.record.opaque and self.gate is not None:
+            name, operation = next(iter(self.record.opaque.items()))
+            raise UnsupportedOperationError(
+                f"parameter '{name}' is used by '{operation}', for which there is no rule, and the rows of such "
+                "parameters cannot be differentiated with respect to the inputs; expected linear, matmul, einsum, "
+                "convolution, normalisation, embedding or elementwise operations. Leave the parameter out of the "
+                "ParamSpace, add a rule (docs/extending.md), or give inputs that require no gradient."
+            )
         if self.record.opaque:
             values = opaque_rows(
                 self.tangent.model, self.space, list(self.record.opaque), self.x, self.output, cotangents
@@ -347,7 +338,8 @@ class Linearisation:
             return [None] * len(edges)
         # small layers gain from one vectorised pass; large ones are faster one cotangent at a time, in cache
         together = sum(use.shape.numel() for use, _ in self.uses) < 2**18
-        return batched_grad(self.output, edges, cotangents.to(self.output.dtype), together)
+        graph = self.gate is not None
+        return batched_grad(self.output, edges, cotangents.to(self.output.dtype), together, graph)
 
     def _pull_back(self, derived: Derived, rows: Float[Tensor, "r n size"]) -> list[Piece]:
         return pull_back(derived, rows, self.tangent.parameters, self.space, frozenset(self.record.opaque))
@@ -355,8 +347,7 @@ class Linearisation:
     # -- the LinearMap contract ------------------------------------------------------------------------------------
 
     def pieces(self) -> list[Piece]:
-        identity = list(self.identity(1))
-        return self.pull(identity[0])
+        return self.pull(self._units(slice(0, self.outputs)))
 
     def parts(self) -> Iterator[Linearisation]:
         """This map, or maps of consecutive sub-batches when all outputs at once would exceed the budget."""

@@ -253,6 +253,7 @@ def _changed_events(base: Record, other: Record) -> frozenset[int]:
 # -- what the record does not explain -------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def _unexplained(
     space: ParamSpace,
     parameters: dict[str, Tensor],

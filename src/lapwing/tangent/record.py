@@ -96,7 +96,7 @@ class Recorder(TorchFunctionMode):
 
     `dependent` holds numbers of events that a probe has shown to depend on the data, for operations whose inputs
     passed through code that hides it (a custom autograd function). `aliases` are those of `whole_aliases(space)`,
-    where they are at hand.
+    where they are at hand. `graph` keeps the history of what is held, to differentiate rows in the inputs.
     """
 
     def __init__(
@@ -107,12 +107,14 @@ class Recorder(TorchFunctionMode):
         dependent: frozenset[int] = frozenset(),
         snapshot: Callable[[Tensor], Tensor] | None = None,
         aliases: Mapping[str, Alias] | None = None,
+        graph: bool = False,
     ) -> None:
         super().__init__()
         self.record = Record()
         self._parameters = parameters
         self._dependent = dependent
         self._snapshot = snapshot
+        self._graph = graph
         self._whole = whole_aliases(space) if aliases is None else aliases
         self._sources: dict[int, tuple[Tensor, Source, int]] = {}
         for name, alias in self._whole.items():
@@ -167,7 +169,7 @@ class Recorder(TorchFunctionMode):
                 self._mark(target)
             return out
         if func in IN_PLACE and args and isinstance(args[0], Tensor):
-            before = (args[0].detach().clone(), *args[1:])
+            before = (args[0].clone() if self._graph else args[0].detach().clone(), *args[1:])
         else:
             before = args
         # a tensor that holds parameters loses its name when it is written to, so the names are asked for before

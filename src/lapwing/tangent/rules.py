@@ -225,7 +225,7 @@ def _convolution(call: Call, dims: int, transposed: bool) -> Use | None:
     kernel = tuple(weight.shape[2:])
 
     def right(ones: bool) -> Tensor:
-        batch = (x.unsqueeze(0) if alone else x).detach()
+        batch = x.unsqueeze(0) if alone else x
         if transposed:
             return transposed_patches(batch, kernel, stride, padding, extra, groups, dilation, ones)
         return patches(batch, kernel, stride, padding, dilation, groups, ones)
@@ -326,10 +326,11 @@ def elementwise(call: Call) -> Use | None:
     terms = []
     positional = list(call.args)
 
-    def detached(value: Any) -> Any:  # a copy where the operation would write into it
+    def held(value: Any, graph: bool) -> Any:  # a copy where the operation would write into it
         if not isinstance(value, Tensor):
             return value
-        return value.detach().clone() if call.function in IN_PLACE else value.detach()
+        value = value if graph else value.detach()
+        return value.clone() if call.function in IN_PLACE else value
 
     slots = [*((i, value) for i, value in enumerate(positional)), *call.kwargs.items()]
     for slot, value in slots:
@@ -340,11 +341,14 @@ def elementwise(call: Call) -> Use | None:
             continue
 
         def factor(slot=slot, value=value) -> Tensor:
+            graph = torch.is_grad_enabled()
             with torch.enable_grad():
                 point = value.detach().expand(call.out.shape).clone().requires_grad_()
-                args = [point if i == slot else detached(v) for i, v in enumerate(positional)]
-                kwargs = {key: point if key == slot else detached(v) for key, v in call.kwargs.items()}
-                return torch.autograd.grad(call.function(*args, **kwargs).sum(), point)[0]
+                moved = point.clone() if call.function in IN_PLACE else point
+                args = [moved if i == slot else held(v, graph) for i, v in enumerate(positional)]
+                kwargs = {key: moved if key == slot else held(v, graph) for key, v in call.kwargs.items()}
+                out = call.function(*args, **kwargs).sum()
+                return torch.autograd.grad(out, point, create_graph=graph)[0]
 
         terms.append((source, tuple(value.shape), factor))
     return Broadcast(getattr(call.function, "__name__", "elementwise").strip("_"), terms) if terms else None

@@ -61,7 +61,10 @@ class Use(ABC):
     def pieces(
         self, grad: Float[Tensor, "r *out"], samples: SampleAxis, dtype: torch.dtype, pull: PullBack
     ) -> list[Piece]:
-        """Rows for cotangents `grad` of the output, in whole flat coordinates."""
+        """Rows for cotangents `grad` of the output, in whole flat coordinates.
+
+        Called with gradients disabled, except where the rows are to be differentiated in their turn.
+        """
 
 
 def _dropped(source: Source | None, names: frozenset[str]) -> Source | None:
@@ -105,7 +108,7 @@ class Contraction(Use):
             return self._bias_rows(left, pull)
         viewed = self.weight.factorised(self.split, self.perm) if isinstance(self.weight, Alias) else None
         joint = viewed is not None and isinstance(self.bias, Alias) and self.bias.in_order
-        right = samples.split(self.right(joint).detach().to(dtype), lead=0, features=2)
+        right = samples.split(self.right(joint).to(dtype), lead=0, features=2)
         if isinstance(self.weight, Alias) and viewed is not None:
             bias = self.bias.start if joint and isinstance(self.bias, Alias) else None
             layout = MatrixLayout(self.weight.start, *viewed, self.groups, self.rows, self.cols, bias)
@@ -148,7 +151,7 @@ class Broadcast(Use):
         for source, view, factor in self.terms:
             values = grad.to(dtype)
             if factor is not None:
-                values = values * factor().detach().to(dtype)
+                values = values * factor().to(dtype)
             view = (1,) * (values.dim() - 1 - len(view)) + tuple(view)
             summed = [1 + axis for axis, size in enumerate(view) if size == 1 and axis != samples.axis]
             values = values.sum(summed, keepdim=True) if summed else values
