@@ -137,11 +137,6 @@ def _check(function: Any, text: str) -> None:
 
 
 LATER: dict[str, list[str]] = {
-    "**model_kwargs are not handed on to the model": [f"{owner}.__call__" for owner in EVERY],
-    "reached by keyword through **options, but not part of the signature": [
-        f"{owner}.__init__" for owner in ("KronLLLaplace", "FunctionalLLLaplace")
-    ],
-    "backend comes late, as in the other classes": ["LowRankLaplace.__init__"],
     "override comes before progress_bar, as in the other classes": [f"{owner}.fit" for owner in FUNCTIONAL],
     "pred_type='glm' means the same there": [f"{owner}.optimize_prior_precision" for owner in FUNCTIONAL],
     "draws are always joint; joint= and fitting= are not taken": [

@@ -102,8 +102,7 @@ def kron(
             inputs = GramSum(step.zeros(1, layout.width, layout.width))
             outputs = step.zeros(layout.rows, layout.rows)
         right = right.mean(1, keepdim=True) if settings.sharing == "reduce" else right
-        # without a bias to join, this may be the very tensor that the loader gave
-        inputs.add(right.unsqueeze(2), borrowed=layout.bias is None)
+        inputs.add(right.unsqueeze(2))
         outputs += step.total(settings.sharing == "reduce")
         count += right.shape[0] * right.shape[1]
     assert inputs is not None, "a pass without a batch is refused"

@@ -36,12 +36,14 @@ class GaussianFit:
 class Evidence:
     """`fit` is the log-likelihood at the mode, or a `GaussianFit` when the noise level is free.
 
-    With a `GaussianFit`, `curvature` is the one at unit noise.
+    With a `GaussianFit`, `curvature` is the one at unit noise, and sigma to the power `noise_power` divides it: 2 for
+    second derivatives, 4 for the empirical Fisher, whose gradients carry 1 / sigma^2 each.
     """
 
     curvature: Curvature
     mean: Float[Tensor, " params"]
     fit: Float[Tensor, ""] | GaussianFit
+    noise_power: int = 2
 
     @property
     def has_noise(self) -> bool:
@@ -49,7 +51,7 @@ class Evidence:
 
     def precision(self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Precision:
         """The posterior precision."""
-        scale = 1 / (self._noise(sigma) ** 2 * self._positive(temperature, "temperature"))
+        scale = 1 / (self._noise(sigma) ** self.noise_power * self._positive(temperature, "temperature"))
         plain = not scale.requires_grad and float(scale) == 1
         return (self.curvature if plain else self.curvature * scale).with_prior(prior.precision())
 
@@ -67,8 +69,8 @@ class Evidence:
         self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0
     ) -> Float[Tensor, " groups"]:
         """gamma of every group: how many of its parameters the data determine, sum lambda / (lambda + prior)."""
-        variance = self.precision(prior, sigma, temperature).variance()
-        return prior.entries() - prior.precisions * prior.sums(variance)
+        trace = self.precision(prior, sigma, temperature).inverse_trace(prior.groups)
+        return prior.entries() - prior.precisions * trace
 
     def _noise(self, sigma: float | Tensor) -> Tensor:
         sigma = self._positive(sigma, "sigma")

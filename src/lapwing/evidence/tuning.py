@@ -109,7 +109,7 @@ def mackay(
             fresh = level
             if isinstance(evidence.fit, GaussianFit) and not fixed_noise:
                 # at temperature T the evidence counts every target as 1 / T of one
-                left = evidence.fit.targets - float(temperature) * gamma.sum()
+                left = evidence.fit.targets - float(temperature) * evidence.noise_power / 2 * gamma.sum()
                 if bool(left <= 0):
                     raise CurvatureError(
                         f"the data determine {float(gamma.sum()):.1f} parameters with {evidence.fit.targets} targets, "

@@ -68,6 +68,7 @@ class BaseLaplace(HyperParameters):
         self.enable_backprop = enable_backprop
         self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
         self.recipe = recipe(self.structure, estimator, backend, backend_kwargs, options)
+        self._noise_power = 4 if self.recipe.source == "empirical" else 2
         super().__init__(noise_of(sigma_noise, own_sigma), prior_precision, prior_mean, temperature)
         self._tangent: AnyTangent | None = None
         self._bind(self._chosen_tangent(None))
@@ -188,14 +189,17 @@ class BaseLaplace(HyperParameters):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         fitting: bool = False,
+        **model_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Probabilities [B, *out] for classes and events; for numbers the mean [B, *out] and covariance [B, C, C].
 
         The covariance is that of the function, without observation noise. `joint=True` gives mean [B C] and covariance
         [B C, B C] over all inputs; `diagonal_output=True` the variances in the shape of the outputs. `pred_type="nn"`
         averages the network itself at sampled weights. `link_approx` is "probit", "mc", "probit_full", "bridge",
-        "bridge_norm", or "quadrature" for a single logit. `fitting` is taken for compatibility and means nothing.
+        "bridge_norm", or "quadrature" for a single logit. Further arguments of the model go into x, where it is a
+        mapping. `fitting` is taken for compatibility and means nothing.
         """
+        x = _with_arguments(x, model_kwargs)
         pred_type = self._pred_type(pred_type)
         link = choose(link_approx, predictions.LINKS, "link_approx")
         posterior = self.posterior
@@ -301,7 +305,7 @@ class BaseLaplace(HyperParameters):
         pseudo_data  the best pair of a precision and a number N of data points (`counts`) that the data shall count
                      for, on `val_loader`; sets the temperature to n_data / N as well
 
-        `loss(prediction, targets)` gets probabilities, or (mean, variance); the smallest wins.
+        `loss` is called with (probabilities, targets), or with (mean, variance, targets) where numbers are predicted.
         The prior has one precision ("scalar"), one per parameter tensor ("layerwise"), one per module ("module") or
         one per entry ("diag"). `verbose` reports through `logging`.
         """
@@ -357,3 +361,14 @@ def _count(n: int) -> int:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ParameterError(f"n_samples is {n!r}; expected a whole number >= 1.")
     return n
+
+
+def _with_arguments(x: Any, arguments: Mapping[str, Any]) -> Any:
+    if not arguments:
+        return x
+    if not isinstance(x, Mapping):
+        raise OptionError(
+            f"unknown argument {next(iter(arguments))!r} for inputs that are no mapping; expected none. What the model "
+            "takes by name is given as one mapping: la({'input_ids': ids, 'attention_mask': mask})."
+        )
+    return {**x, **arguments}

@@ -50,7 +50,7 @@ class FullLaplace(ParametricLaplace):
 
     @property
     def posterior_precision(self) -> Float[Tensor, "params params"]:
-        scale = 1 / (self._sigma_noise**2 * self._temperature)
+        scale = 1 / (self._sigma_noise**self._noise_power * self._temperature)
         return self.H * scale + torch.diag_embed(self.prior_precision_diag)
 
     @property
@@ -70,7 +70,7 @@ class DiagLaplace(ParametricLaplace):
 
     @property
     def posterior_precision(self) -> Float[Tensor, " params"]:
-        return self.H / (self._sigma_noise**2 * self._temperature) + self.prior_precision_diag
+        return self.H / (self._sigma_noise**self._noise_power * self._temperature) + self.prior_precision_diag
 
     @property
     def posterior_scale(self) -> Float[Tensor, " params"]:
@@ -130,6 +130,39 @@ class BlocksLaplace(ParametricLaplace):
 
 
 class LowRankLaplace(ParametricLaplace):
-    """The `rank` leading eigenvectors of the curvature; the prior everywhere else."""
+    """The `rank` (100 unless given) leading eigenvectors of the curvature; the prior everywhere else."""
 
     structure: ClassVar[str] = "lowrank"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        backend: type | None = None,
+        sigma_noise: float | int | Tensor = 1.0,
+        prior_precision: float | int | Tensor = 1.0,
+        prior_mean: float | int | Tensor = 0.0,
+        temperature: float | int | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend_kwargs: Mapping[str, Any] | None = None,
+        *,
+        rank: int = 100,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model=model,
+            likelihood=likelihood,
+            sigma_noise=sigma_noise,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            enable_backprop=enable_backprop,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            backend=backend,
+            backend_kwargs=backend_kwargs,
+            rank=rank,
+            **options,
+        )

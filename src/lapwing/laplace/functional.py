@@ -72,6 +72,22 @@ class FunctionalLaplace(BaseLaplace):
             return pairs
         return estimate.subset(pairs, self.n_subset, torch.Generator().manual_seed(self.seed))
 
+    def __call__(
+        self,
+        x: Any,
+        pred_type: str = "gp",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As for posteriors over weights; "gp" and "glm" mean the same here."""
+        arguments = joint, link_approx, n_samples, diagonal_output, generator, fitting
+        return super().__call__(x, pred_type, *arguments, **model_kwargs)
+
     def _pred_type(self, pred_type: str) -> str:
         chosen = super()._pred_type(pred_type)
         return "glm" if chosen == "gp" else chosen
@@ -79,3 +95,43 @@ class FunctionalLaplace(BaseLaplace):
 
 class FunctionalLLLaplace(FunctionalLaplace, LLLaplace):
     """The Gaussian process of the last layer; `last_layer_name` and `feature_reduction` as there."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        n_subset: int | None = None,
+        sigma_noise: float | int | Tensor = 1.0,
+        prior_precision: float | int | Tensor = 1.0,
+        prior_mean: float | int | Tensor = 0.0,
+        temperature: float | int | Tensor = 1.0,
+        enable_backprop: bool = False,
+        feature_reduction: str | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        last_layer_name: str | None = None,
+        backend: type | None = None,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        independent_outputs: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model=model,
+            likelihood=likelihood,
+            n_subset=n_subset,
+            sigma_noise=sigma_noise,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            enable_backprop=enable_backprop,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            backend=backend,
+            backend_kwargs=backend_kwargs,
+            independent_outputs=independent_outputs,
+            seed=seed,
+            feature_reduction=feature_reduction,
+            last_layer_name=last_layer_name,
+            **options,
+        )

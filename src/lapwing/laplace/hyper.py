@@ -77,6 +77,7 @@ class HyperParameters:
     has_noise: bool
     """Whether there is a noise level sigma that can change without another pass."""
     _per_entry_prior: bool = True
+    _noise_power: int = 2
 
     def __init__(
         self,
@@ -207,7 +208,7 @@ class HyperParameters:
     @property
     def evidence(self) -> Evidence:
         """The evidence as a function of prior, noise and temperature."""
-        return Evidence(self.fitted.curvature, self.fitted.mean, self.fitted.fit)
+        return Evidence(self.fitted.curvature, self.fitted.mean, self.fitted.fit, self._noise_power)
 
     @property
     def precision(self) -> Precision:

@@ -108,4 +108,40 @@ class DiagLLLaplace(LLLaplace, DiagLaplace):
 
 
 class KronLLLaplace(LLLaplace, KronLaplace):
-    """One Kronecker product for the last layer."""
+    """One Kronecker product for the last layer; `damping` as for `KronLaplace`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        sigma_noise: float | int | Tensor = 1.0,
+        prior_precision: float | int | Tensor = 1.0,
+        prior_mean: float | int | Tensor = 0.0,
+        temperature: float | int | Tensor = 1.0,
+        enable_backprop: bool = False,
+        feature_reduction: str | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type | None = None,
+        last_layer_name: str | None = None,
+        damping: bool = False,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model=model,
+            likelihood=likelihood,
+            sigma_noise=sigma_noise,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            enable_backprop=enable_backprop,
+            feature_reduction=feature_reduction,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            backend=backend,
+            last_layer_name=last_layer_name,
+            backend_kwargs=backend_kwargs,
+            damping=damping,
+            **options,
+        )

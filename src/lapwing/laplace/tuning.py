@@ -16,7 +16,9 @@ from lapwing import evidence, validation
 from lapwing.errors import DataError, OptionError, ParameterError
 from lapwing.laplace.hyper import HyperParameters, prior_of
 from lapwing.laplace.options import PriorStructure, TuningMethod, choose
+from lapwing.laplace.predictions import has_probabilities
 from lapwing.likelihoods import Gaussian
+from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
 from lapwing.training import adam
 
@@ -117,14 +119,14 @@ def by_validation(
     values = grid.values(laplace.prior_precision)
     if laplace._pred_type(pred_type) == "glm" and link != "mc":
         found = validation.grid(
-            laplace.fitted.curvature,
+            _at_noise(laplace),
             laplace.linearise,
             laplace.distribution,
             pairs,
             values,
             sigma=laplace.sigma_noise,
             temperature=laplace.temperature,
-            score=loss,
+            score=_score(laplace, loss),
             link=link,
             samples=n_samples,
             generator=generator,
@@ -137,6 +139,19 @@ def by_validation(
         )
     scores = _scores_of_draws(laplace, pairs, values, (pred_type, n_samples), generator)
     return values[validation.smallest(scores, [f"prior precision {float(v):.6g}" for v in values])].reshape(1)
+
+
+def _at_noise(laplace: BaseLaplace) -> Curvature:
+    """The curvature that 1 / sigma^2 still multiplies, as validation expects it."""
+    rest = laplace.evidence.noise_power - 2
+    return laplace.fitted.curvature * float(laplace.sigma_noise) ** -rest if rest else laplace.fitted.curvature
+
+
+def _score(laplace: BaseLaplace, loss: Callable | None) -> validation.Score | None:
+    """A function of the user: loss(probabilities, y), and loss(mean, variance, y) where numbers are predicted."""
+    if loss is None or isinstance(loss, validation.Metric) or has_probabilities(laplace.distribution):
+        return loss
+    return lambda prediction, targets: loss(*prediction, targets)
 
 
 def _scores_of_draws(
@@ -182,7 +197,7 @@ def by_pseudo_data(
     points = laplace.n_data
     numbers = torch.logspace(-3, 1, 17, dtype=torch.float64) * points if counts is None else list(counts)
     found = validation.pseudo_data(
-        laplace.fitted.curvature,
+        _at_noise(laplace),
         laplace.linearise,
         laplace.distribution,
         pairs,
@@ -190,7 +205,7 @@ def by_pseudo_data(
         values,
         points=points,
         sigma=laplace.sigma_noise,
-        score=loss,
+        score=_score(laplace, loss),
     )
     return values[found.index[1]].reshape(1), points / found.best[0]
 

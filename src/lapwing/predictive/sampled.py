@@ -1,17 +1,21 @@
 """Predictions of the network itself at sampled weights: f(x, theta), theta ~ N(mean, Sigma).
 
 Known to go off scale where the posterior is broad (the linearised network does not); kept for comparison and for
-posteriors narrow enough. The model's own parameters are never written to.
+posteriors narrow enough. The model's own parameters are never written to. Draws are run together, as many as the budget
+allows, where `torch.vmap` can follow the model, else one after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lapwing.errors import LapwingError
+from lapwing.linalg.rows import chunks
 from lapwing.posterior import Gaussian
 from lapwing.tangent import Tangent
 from lapwing.tangent.guard import plain_attention, unchanged
@@ -23,21 +27,44 @@ def network_draws(
 ) -> Float[Tensor, "n batch *out"]:
     """Outputs at n sampled weight vectors: n forward passes, with the sampled tensors in place of the parameters."""
     check_input(x, tangent.space.device)
-    caller = _Caller(tangent.model)
-    at = posterior.sample(n, generator)
-    fixed = tangent.parameters
-    outside = tangent.space.values(tangent.model) if tangent.space.index is not None else None
-    out = []
-    for theta in at:
-        if outside is not None:  # a sub-network: the other entries of its tensors stay where they are
-            theta = tangent.space.expand(theta - outside)
-            named = {k: fixed[k].detach() + v for k, v in tangent.space.whole.unravel(theta).items()}
-        else:
-            named = tangent.space.unravel(theta)
-        named = {f"inner.{name}": value.to(fixed[name].dtype) for name, value in named.items()}
-        with unchanged(tangent.model), plain_attention(), torch.no_grad():
-            out.append(torch.func.functional_call(caller, named, (x,)).to(tangent.space.dtype))
-    return torch.stack(out)
+    caller, space = _Caller(tangent.model), tangent.space
+
+    def run(named: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(caller, named, (x,)).to(space.dtype)
+
+    with unchanged(tangent.model), plain_attention(), torch.no_grad():
+        together = _follows(run, _named(tangent, posterior.mean.expand(2, -1)))
+        out = []
+        for part in chunks(n, 4 * space.total * space.dtype.itemsize, tangent.budget):
+            named = _named(tangent, posterior.sample(part.stop - part.start, generator))
+            out.append(torch.vmap(run)(named) if together else _in_turn(run, named))
+    return torch.cat(out)
+
+
+def _named(tangent: Tangent, theta: Float[Tensor, "n params"]) -> dict[str, Float[Tensor, "n *shape"]]:
+    """Weight vectors as tensors by name; entries outside a sub-network stay where they are."""
+    space, fixed = tangent.space, tangent.parameters
+    if space.index is not None:
+        away = space.whole.unravel(space.expand(theta - space.values(tangent.model)))
+        named = {name: fixed[name].detach() + value for name, value in away.items()}
+    else:
+        named = space.unravel(theta)
+    return {f"inner.{name}": value.to(fixed[name].dtype) for name, value in named.items()}
+
+
+def _in_turn(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor]) -> Tensor:
+    count = len(next(iter(named.values())))
+    return torch.stack([run({name: values[i] for name, values in named.items()}) for i in range(count)])
+
+
+def _follows(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor]) -> bool:
+    """Whether two runs at once give what they give in turn: not where values decide, or an operation has no rule."""
+    expected = _in_turn(run, named)  # errors of the model itself are raised here
+    try:
+        found = torch.vmap(run)(named)
+    except (RuntimeError, LapwingError):
+        return False
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-5)
 
 
 class _Caller(nn.Module):
