@@ -89,6 +89,14 @@ def disagreement(a: Tensor, b: Tensor) -> dict[str, float]:
     }
 
 
+def common_share(la: BaseLaplace, x: Tensor) -> float:
+    """Share of the logits' variance that moves all of them together, which no data can see and softmax ignores."""
+    with torch.no_grad():
+        covariance = la.posterior.covariance(la.linearise(x))
+    together = covariance.sum((-2, -1)) / CLASSES
+    return float((together / covariance.diagonal(dim1=-2, dim2=-1).sum(-1)).mean())
+
+
 def picture(x: Tensor, y: Tensor, plane: dict[str, Tensor], far: float, config: dict[str, Any]) -> Figure:
     """Confidence max_c p(c) of MAP, probit and Monte Carlo."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.3), sharey=True)
@@ -157,6 +165,10 @@ def main(experiment: Experiment) -> None:
         "confidence": confidence,
         "test": scores,
         "difference_to_monte_carlo": gaps,
+        "share_of_variance_that_moves_all_logits": {
+            "test_points": common_share(la, x_test),
+            "far": common_share(la, points[far]),
+        },
         "largest_standard_error_of_monte_carlo": 0.5 / config["samples"] ** 0.5,
     }
     held = {
