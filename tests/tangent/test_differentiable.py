@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import problems
 from lapwing.errors import UnsupportedOperationError
 from lapwing.estimate import blocks, diagonal, full, kflr
 from lapwing.likelihoods import Gaussian
@@ -180,6 +181,13 @@ def test_only_what_is_asked_for_has_a_graph() -> None:
         assert not linear_map.value.requires_grad
         assert not linear_map.rows().requires_grad
         assert not precision.covariance(linear_map).requires_grad
+
+
+@pytest.mark.parametrize("name", problems.NAMES)
+def test_rows_hold_no_graph_unless_asked(name: str) -> None:
+    problem = problems.build(name)
+    held = [value for piece in Tangent(problem.model).at(problem.x).pieces() for value in vars(piece).values()]
+    assert not any(value.requires_grad for value in held if isinstance(value, Tensor))
 
 
 def test_a_curvature_is_no_function_of_its_inputs() -> None:

@@ -67,6 +67,11 @@ class Use(ABC):
         """
 
 
+def _held(value: Tensor) -> Tensor:
+    """What a row is made of: with its history only where gradients are enabled (a view may keep it without)."""
+    return value if torch.is_grad_enabled() else value.detach()
+
+
 def _dropped(source: Source | None, names: frozenset[str]) -> Source | None:
     """None for a source of nothing but `names`; rows of one of several are dropped where they are pulled back."""
     return None if source is None or source.names <= names else source
@@ -108,7 +113,7 @@ class Contraction(Use):
             return self._bias_rows(left, pull)
         viewed = self.weight.factorised(self.split, self.perm) if isinstance(self.weight, Alias) else None
         joint = viewed is not None and isinstance(self.bias, Alias) and self.bias.in_order
-        right = samples.split(self.right(joint).to(dtype), lead=0, features=2)
+        right = samples.split(_held(self.right(joint)).to(dtype), lead=0, features=2)
         if isinstance(self.weight, Alias) and viewed is not None:
             bias = self.bias.start if joint and isinstance(self.bias, Alias) else None
             layout = MatrixLayout(self.weight.start, *viewed, self.groups, self.rows, self.cols, bias)
@@ -151,7 +156,7 @@ class Broadcast(Use):
         for source, view, factor in self.terms:
             values = grad.to(dtype)
             if factor is not None:
-                values = values * factor().to(dtype)
+                values = values * _held(factor()).to(dtype)
             view = (1,) * (values.dim() - 1 - len(view)) + tuple(view)
             summed = [1 + axis for axis, size in enumerate(view) if size == 1 and axis != samples.axis]
             values = values.sum(summed, keepdim=True) if summed else values
