@@ -1,7 +1,8 @@
 """BaseLaplace: the object most users touch. It binds network, likelihood, prior, estimator, posterior and predictions.
 
 All mathematics is below it. The model is used in eval mode, never changed, and every module has its own mode back
-afterwards. Hyper-parameters are in `hyper`, the choice of estimator in `structures`, closed forms in `predictions`.
+afterwards. Hyper-parameters are in `hyper`, the Gaussian over weights in `weights`, the choice of estimator in
+`structures`, closed forms in `predictions`.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from jaxtyping import Float
 from rich.progress import track
 from torch import Tensor, nn
 
-from lapwing.errors import OptionError, ParameterError
+from lapwing.errors import OptionError
 from lapwing.estimate.passes import Watched
 from lapwing.laplace import predictions, state, tuning
 from lapwing.laplace.data import Pairs, Seen, evaluating
-from lapwing.laplace.hyper import Fitted, HyperParameters
+from lapwing.laplace.hyper import Fitted
 from lapwing.laplace.options import choose
 from lapwing.laplace.structures import AnyTangent, recipe
 from lapwing.laplace.tasks import likelihood_of, noise_of
+from lapwing.laplace.weights import Weights, whole
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Curvature, DenseRows, LinearMap
+from lapwing.linalg import LinearMap
 from lapwing.params import ParamSpace
 from lapwing.predictive import draws, network_draws
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import map_tensors
 
 
-class BaseLaplace(HyperParameters):
+class BaseLaplace(Weights):
     """A Laplace posterior over the weights of `model`.
 
     `likelihood` is "regression", "classification", "binary", "poisson", "heteroscedastic", or an object of
@@ -128,43 +130,6 @@ class BaseLaplace(HyperParameters):
         assert self._tangent is not None
         return pairs, self._tangent
 
-    # -- the posterior over weights ------------------------------------------------------------------------------------
-
-    @property
-    def mean(self) -> Float[Tensor, " params"]:
-        """The mode: the trained weights, flat."""
-        return self.fitted.mean
-
-    @property
-    def H(self) -> Tensor | Curvature:
-        """The curvature at unit noise and temperature, summed over data: an object with `.dense()`."""
-        return self.fitted.curvature
-
-    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
-        """Weight vectors from the posterior."""
-        return self.posterior.sample(_count(n_samples), generator)
-
-    def log_prob(self, value: Float[Tensor, "*batch params"], normalized: bool = True) -> Float[Tensor, "*batch"]:
-        """Log density of the posterior at flat weights; without its constant where `normalized` is False."""
-        return self.posterior.log_prob(value) if normalized else -self.square_norm(value) / 2
-
-    def square_norm(self, value: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch"]:
-        """(value - mean)^T precision (value - mean)."""
-        self.space.check(value)
-        away = value - self.posterior.mean
-        return (away * self.posterior.precision.mv(away)).sum(-1)
-
-    def functional_variance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "batch outputs outputs"]:
-        """J Sigma J^T of every data point, for Jacobians that the user has."""
-        self.space.check(Js)
-        return self.posterior.precision.quadratic([DenseRows(0, Js.transpose(0, 1))])
-
-    def functional_covariance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "all all"]:
-        """J Sigma J^T over all data points and outputs, [B C, B C]."""
-        self.space.check(Js)
-        flat = Js.flatten(0, -2)
-        return flat @ self.posterior.precision.solve(flat).mT
-
     # -- predictions ---------------------------------------------------------------------------------------------------
 
     def linearise(self, x: Any) -> LinearMap:
@@ -212,7 +177,7 @@ class BaseLaplace(HyperParameters):
         with self._gradients():
             linear = self.linearise(x)
             if classes:
-                arguments = self.distribution, link, _count(n_samples), generator
+                arguments = self.distribution, link, whole(n_samples), generator
                 return predictions.probabilities(posterior, linear, *arguments)
             return predictions.moments(posterior, linear, joint=joint, diagonal=diagonal_output)
 
@@ -233,7 +198,7 @@ class BaseLaplace(HyperParameters):
         `diagonal_output=True` draws every output on its own, from its marginal variance.
         """
         pred_type = self._pred_type(pred_type)
-        count, posterior = _count(n_samples), self.posterior
+        count, posterior = whole(n_samples), self.posterior
         if pred_type == "nn":
             if diagonal_output:
                 raise OptionError("diagonal_output=True goes with pred_type='glm'; found 'nn'. Leave it out.")
@@ -300,7 +265,7 @@ class BaseLaplace(HyperParameters):
 
         marglik      maximises the evidence by L-BFGS until it comes to rest, at most `n_steps` rounds; `lr` is not used
         adam         maximises the evidence by `n_steps` steps of Adam at `lr`
-        mackay       MacKay's fixed point, per group of the prior
+        mackay       MacKay's fixed point, per group of the prior, until it stands still
         gridsearch   the best of `grid_size` precisions on `val_loader`, by validation NLL or `loss`
         pseudo_data  the best pair of a precision and a number N of data points (`counts`) that the data shall count
                      for, on `val_loader`; sets the temperature to n_data / N as well
@@ -355,12 +320,6 @@ class BaseLaplace(HyperParameters):
 
     def _bind_stored(self, state_dict: Mapping[str, Any]) -> None:
         """Binds the parameters that a state speaks of, where that is not known yet."""
-
-
-def _count(n: int) -> int:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ParameterError(f"n_samples is {n!r}; expected a whole number >= 1.")
-    return n
 
 
 def _with_arguments(x: Any, arguments: Mapping[str, Any]) -> Any:

@@ -16,27 +16,10 @@ from torch import Tensor, nn
 
 from lapwing.laplace.base import BaseLaplace
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Precision
 
 
 class ParametricLaplace(BaseLaplace):
     """A Gaussian over weights whose curvature has a structure of its own."""
-
-    @property
-    def posterior_precision(self) -> Tensor | Precision:
-        """The precision as an object: mv, solve, draw, logdet, variance, covariance."""
-        return self.posterior.precision
-
-    @property
-    def posterior_variance(self) -> Float[Tensor, " params"]:
-        """Marginal variance of every weight."""
-        return self.posterior.variance()
-
-    @property
-    def posterior_covariance(self) -> Float[Tensor, "params params"]:
-        """Spelled out, O(P^2): for small posteriors."""
-        mean = self.fitted.mean
-        return self.posterior.precision.solve(torch.eye(len(mean), dtype=mean.dtype, device=mean.device))
 
 
 class FullLaplace(ParametricLaplace):

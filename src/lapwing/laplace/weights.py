@@ -1,0 +1,73 @@
+"""The Gaussian over the weights, as users see it: mode, curvature, variances, samples and densities."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import ParameterError
+from lapwing.laplace.hyper import HyperParameters
+from lapwing.linalg import Curvature, DenseRows, Precision
+
+
+class Weights(HyperParameters):
+    """N(mean, precision^-1) over the random parameters, flat."""
+
+    @property
+    def mean(self) -> Float[Tensor, " params"]:
+        """The mode: the trained weights, flat."""
+        return self.fitted.mean
+
+    @property
+    def H(self) -> Tensor | Curvature:
+        """The curvature at unit noise and temperature, summed over data: an object with `.dense()`."""
+        return self.fitted.curvature
+
+    @property
+    def posterior_precision(self) -> Tensor | Precision:
+        """The precision as an object: mv, solve, draw, logdet, variance, covariance."""
+        return self.posterior.precision
+
+    @property
+    def posterior_variance(self) -> Float[Tensor, " params"]:
+        """Marginal variance of every weight."""
+        return self.posterior.variance()
+
+    @property
+    def posterior_covariance(self) -> Float[Tensor, "params params"]:
+        """Spelled out, O(P^2): for small posteriors."""
+        mean = self.fitted.mean
+        return self.posterior.precision.solve(torch.eye(len(mean), dtype=mean.dtype, device=mean.device))
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        """Weight vectors from the posterior."""
+        return self.posterior.sample(whole(n_samples), generator)
+
+    def log_prob(self, value: Float[Tensor, "*batch params"], normalized: bool = True) -> Float[Tensor, "*batch"]:
+        """Log density of the posterior at flat weights; without its constant where `normalized` is False."""
+        return self.posterior.log_prob(value) if normalized else -self.square_norm(value) / 2
+
+    def square_norm(self, value: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch"]:
+        """(value - mean)^T precision (value - mean)."""
+        self.space.check(value)
+        away = value - self.posterior.mean
+        return (away * self.posterior.precision.mv(away)).sum(-1)
+
+    def functional_variance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "batch outputs outputs"]:
+        """J Sigma J^T of every data point, for Jacobians that the user has."""
+        self.space.check(Js)
+        return self.posterior.precision.quadratic([DenseRows(0, Js.transpose(0, 1))])
+
+    def functional_covariance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "all all"]:
+        """J Sigma J^T over all data points and outputs, [B C, B C]."""
+        self.space.check(Js)
+        flat = Js.flatten(0, -2)
+        return flat @ self.posterior.precision.solve(flat).mT
+
+
+def whole(n: int) -> int:
+    """n as a number of draws."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ParameterError(f"n_samples is {n!r}; expected a whole number >= 1.")
+    return n
