@@ -43,6 +43,10 @@ class BaseLaplace(Weights):
     """
 
     structure: ClassVar[str]
+    reason: str = ""
+    """Why the structure was chosen, where `hessian_structure="auto"` chose it."""
+    choices: tuple[str, ...] = ()
+    """What `lapwing.attach` decided, a sentence each."""
     pred_types: ClassVar[tuple[str, ...]] = ("glm", "nn")
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Laplace(...): the posterior of a network by the names of its parts."""
+"""Laplace(...): the posterior of a network by the names of its parts, and the choice that `auto` makes among them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lapwing.errors import OptionError
 from lapwing.laplace.base import BaseLaplace
@@ -14,6 +14,7 @@ from lapwing.laplace.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLapla
 from lapwing.laplace.options import HessianStructure, SubsetOfWeights, choose
 from lapwing.laplace.subnetwork import DiagSubnetLaplace, FullSubnetLaplace
 from lapwing.likelihoods import Likelihood
+from lapwing.params import ParamSpace
 
 CLASSES: dict[tuple[str, str], type[BaseLaplace]] = {
     ("all", "full"): FullLaplace,
@@ -30,6 +31,9 @@ CLASSES: dict[tuple[str, str], type[BaseLaplace]] = {
     ("subnetwork", "diag"): DiagSubnetLaplace,
 }
 
+FULL_LIMIT = 3000
+"""Weights up to which `auto` keeps every covariance: [P, P] and one eigendecomposition, some seconds at most."""
+
 
 def Laplace(
     model: nn.Module,
@@ -41,8 +45,10 @@ def Laplace(
 ) -> BaseLaplace:
     """A Laplace posterior over all weights, the last layer or a sub-network, with curvature of the given structure.
 
+    `hessian_structure="auto"` takes the most exact structure that is affordable, and says why in `la.reason`.
+
     >>> import torch
-    >>> from torch import nn
+    >>> from torch import Tensor, nn
     >>> model = nn.Linear(1, 1, bias=False)
     >>> with torch.no_grad(): _ = model.weight.fill_(0.9)           # the mode of the posterior below
     >>> x, y = torch.ones(9, 1), torch.ones(9, 1)
@@ -53,7 +59,10 @@ def Laplace(
     (1.8, 0.4)
     """
     subset = choose(subset_of_weights, [each.value for each in SubsetOfWeights], "subset_of_weights")
-    structure = choose(hessian_structure, [each.value for each in HessianStructure], "hessian_structure")
+    structure = choose(hessian_structure, [*(each.value for each in HessianStructure), "auto"], "hessian_structure")
+    reason = ""
+    if structure == "auto":
+        structure, reason = automatic(model, subset, options.get("subnetwork_indices", next(iter(arguments), None)))
     if (subset, structure) not in CLASSES:
         possible = [name for chosen, name in CLASSES if chosen == subset]
         raise OptionError(f"subset_of_weights={subset!r} has no structure {structure!r}; expected one of {possible}.")
@@ -62,4 +71,19 @@ def Laplace(
             "subset_of_weights='subnetwork' without subnetwork_indices; expected positions in the flat parameter "
             "vector. A mask of lapwing.utils selects some: LargestMagnitudeSubnetMask(model, n_params_subnet=100)."
         )
-    return CLASSES[subset, structure](model, likelihood, *arguments, **options)
+    la = CLASSES[subset, structure](model, likelihood, *arguments, **options)
+    la.reason = reason
+    return la
+
+
+def automatic(model: nn.Module, subset: str, indices: Any = None) -> tuple[str, str]:
+    """The structure that `auto` means, and the reason in a sentence.
+
+    A last layer is found when data are seen, so the weights of the whole network count for it.
+    """
+    size = len(indices) if subset == "subnetwork" and isinstance(indices, Tensor) else ParamSpace.of(model).size
+    if size <= FULL_LIMIT:
+        return "full", f"full: {size:,} weights, so every covariance fits (up to {FULL_LIMIT:,})"
+    if subset == "subnetwork":
+        return "diag", f"diag: {size:,} weights are chosen, more than the {FULL_LIMIT:,} that a full matrix is kept for"
+    return "kron", f"kron: {size:,} weights, more than the {FULL_LIMIT:,} that a full matrix is kept for"
