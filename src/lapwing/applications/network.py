@@ -1,0 +1,307 @@
+"""A network for a table and its posterior: MAP training in which the evidence tunes prior and noise as it goes.
+
+    x [N, D] float, standardised       y [N] or [N, C] float, standardised, or [N] class numbers 0 .. C - 1
+
+Steps of Adam on the weights alternate with a few steps on log precisions (one per layer) and log sigma, up the Laplace
+evidence with Kronecker curvature. That curvature is of at most `EVIDENCE_ROWS` rows, scaled to N, so that a round costs
+the same for a million rows; the weights with the largest evidence are kept. The final curvature is of all rows: full
+[P, P] where P and the work N C P^2 are small, Kronecker factors otherwise.
+
+    >>> import torch
+    >>> x = torch.linspace(-1, 1, 30).unsqueeze(1)
+    >>> model, la = train(x, 2 * x, "regression", Spec(1, 1, width=5, depth=1), seed=0, epochs=20)
+    >>> mean, variance = la(x)
+    >>> mean.shape, variance.shape, type(la).__name__
+    (torch.Size([30, 1]), torch.Size([30, 1, 1]), 'FullLaplace')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil, cos, log2, pi
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lapwing.errors import DataError, OptionError
+from lapwing.evidence import Evidence, GaussianFit
+from lapwing.laplace import BaseLaplace, Laplace
+from lapwing.metrics import gaussian_nll, nll
+from lapwing.priors import Prior
+from lapwing.training import Hyper, adam
+
+EVIDENCE_ROWS = 20_000
+FULL_WEIGHTS, FULL_WORK = 3_000, 2e11
+SIGMA = 1e-3, 10.0
+"""Noise levels that a standardised target can have; a smaller one would be about the rounding of float32."""
+PRECISION = 1e-4, 1e6
+ROUNDS, HYPER_STEPS, HYPER_RATE = 40, 20, 0.1
+STEPS, RATE = 6_000, 1e-2
+KINDS = "mlp", "resnet"
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+GAINS = {"tanh": 5 / 3, "relu": 2**0.5, "silu": 2**0.5}
+"""Standard deviation of initial weights times the root of their number, which keeps the scale from layer to layer."""
+
+# -- networks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A network by numbers and names, which JSON can hold: `Spec(**dataclasses.asdict(spec)) == spec`.
+
+    mlp      `depth` hidden layers of `width`
+    resnet   a linear map to `width`, and `depth` residual blocks of two layers each
+    """
+
+    inputs: int
+    outputs: int
+    width: int = 50
+    depth: int = 2
+    kind: str = "mlp"
+    activation: str = "tanh"
+
+    def __post_init__(self) -> None:
+        for name, least in (("inputs", 1), ("outputs", 1), ("width", 1), ("depth", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise OptionError(f"{name} of a network is {value!r}; expected a whole number >= {least}.")
+        for name, known in (("kind", KINDS), ("activation", tuple(ACTIVATIONS))):
+            if getattr(self, name) not in known:
+                raise OptionError(f"{name} of a network is {getattr(self, name)!r}; expected one of {list(known)}.")
+
+
+class Residual(nn.Module):
+    """h + second(activation(first(h))): [B, width] to [B, width]."""
+
+    def __init__(self, first: nn.Linear, activation: nn.Module, second: nn.Linear) -> None:
+        super().__init__()
+        self.first, self.activation, self.second = first, activation, second
+
+    def forward(self, h: Float[Tensor, "batch width"]) -> Float[Tensor, "batch width"]:
+        return h + self.second(self.activation(self.first(h)))
+
+
+def build(spec: Spec, generator: torch.Generator | None = None) -> nn.Module:
+    """The network of a specification, float32, in eval mode; weights from `generator`, or torch's global one."""
+
+    def linear(inputs: int, outputs: int, scale: float = GAINS[spec.activation]) -> nn.Linear:
+        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=torch.float32)
+        assert isinstance(layer, nn.Linear)
+        nn.init.normal_(layer.weight, std=scale * inputs**-0.5, generator=generator)
+        nn.init.zeros_(layer.bias)
+        return layer
+
+    activation = ACTIVATIONS[spec.activation]
+    modules: list[nn.Module] = []
+    if spec.kind == "resnet":
+        modules.append(linear(spec.inputs, spec.width, 1.0))
+        for _ in range(spec.depth):
+            # blocks that start small keep the sum of any number of them at the scale of one
+            second = linear(spec.width, spec.width, (spec.depth + 1) ** -0.5)
+            modules.append(Residual(linear(spec.width, spec.width), activation(), second))
+        modules.append(activation())
+    else:
+        for number in range(spec.depth):
+            modules += [linear(spec.width if number else spec.inputs, spec.width), activation()]
+    last = spec.width if spec.depth or spec.kind == "resnet" else spec.inputs
+    return nn.Sequential(*modules, linear(last, spec.outputs, 1.0)).eval()
+
+
+# -- training -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a callback is told after an epoch: `loss` per row; `log_marginal` where the evidence was evaluated."""
+
+    epoch: int
+    epochs: int
+    loss: float
+    log_marginal: float | None
+
+
+def train(
+    x: Float[Tensor, "rows inputs"],
+    y: Tensor,
+    task: str,
+    spec: Spec,
+    *,
+    seed: int,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    validation: tuple[Tensor, Tensor] | None = None,
+    callback: Callable[[Progress], object] | None = None,
+    structure: str = "auto",
+) -> tuple[nn.Module, BaseLaplace]:
+    """A trained network, and its posterior with prior and noise tuned; the same seed gives the same result.
+
+    `task` is "regression" or "classification". Without `epochs` there are as many as make about `STEPS` steps. With
+    `validation`, a pair (x, y), the weights kept are those with the smallest validation NLL, not the largest evidence.
+    `structure` is "full", "kron" or "diag", or "auto". Torch's global generator is left alone.
+    """
+    y = _checked(x, y, task, spec)
+    if validation is not None:
+        validation = validation[0].float(), _checked(*validation, task, spec)
+    x = x.float()
+    size = min(len(x), _batch_size(len(x)) if batch_size is None else batch_size)
+    for name, value in (("batch_size", size), ("epochs", 1 if epochs is None else epochs)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name} is {value!r}; expected a whole number >= 1, or None.")
+    generator = torch.Generator().manual_seed(seed)
+    model = build(spec, generator)
+    per_epoch = ceil(len(x) / size)
+    run = _Run(model, x, y, task, ceil(STEPS / per_epoch) if epochs is None else epochs, size, generator)
+    prior, sigma = run.climb(validation, callback)
+    return model.eval(), run.posterior(prior, sigma, structure)
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What does not change while a network is trained."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    task: str
+    epochs: int
+    size: int
+    generator: torch.Generator
+
+    def climb(
+        self, validation: tuple[Tensor, Tensor] | None, callback: Callable[[Progress], object] | None
+    ) -> tuple[Prior, Tensor]:
+        """Trains the model in place; prior and noise of the weights that were kept."""
+        laplace = self.laplace("kron")
+        prior = Prior.layerwise(laplace.space, 1.0)
+        sigma = torch.ones(())
+        state = Hyper.of(prior, laplace.has_noise)
+        parameters = list(self.model.parameters())
+        optimiser = torch.optim.Adam(parameters, lr=RATE)
+        every = ceil(self.epochs / ROUNDS)
+        rows = torch.randperm(len(self.x), generator=self.generator)[:EVIDENCE_ROWS].sort().values
+        best: tuple[float, Prior, Tensor, list[Tensor]] | None = None
+        for epoch in range(1, self.epochs + 1):
+            # down to 1 % of the rate along a cosine, so that the evidence is finally taken close to a mode
+            share = (epoch - 1) / self.epochs
+            optimiser.param_groups[0]["lr"] = RATE * (0.01 + 0.99 * (1 + cos(pi * share)) / 2)
+            loss = self.epoch(optimiser, prior, float(sigma))
+            value = None
+            if epoch % every == 0 or epoch == self.epochs:
+                laplace.fit(self.batches(rows), generator=self.generator)
+                evidence = _scaled(laplace.evidence, len(self.x) / len(rows))
+                tuned = adam(evidence, prior, sigma, HYPER_STEPS, HYPER_RATE, state=state)
+                prior = prior.with_precisions(tuned.prior.precisions.clamp(*PRECISION))
+                sigma = tuned.sigma.clamp(*SIGMA) if laplace.has_noise else sigma
+                value = float(tuned.log_marginal)
+                score = value if validation is None else -self.held_out(laplace, prior, sigma, validation)
+                if best is None or score > best[0]:
+                    best = score, prior, sigma, [p.detach().clone() for p in parameters]
+            if callback is not None:
+                callback(Progress(epoch, self.epochs, loss, value))
+        assert best is not None
+        with torch.no_grad():
+            for parameter, kept in zip(parameters, best[3], strict=True):
+                parameter.copy_(kept)
+                parameter.grad = None
+        return best[1], best[2]
+
+    def epoch(self, optimiser: torch.optim.Optimizer, prior: Prior, sigma: float) -> float:
+        """One pass of steps, at unit noise, so that a rate means the same whatever sigma is; the mean loss."""
+        decay = prior.precision() * (sigma**2 / len(self.x))
+        groups = list(zip(self.model.parameters(), _split(decay, self.model), strict=True))
+        total = 0.0
+        for rows in torch.randperm(len(self.x), generator=self.generator).split(self.size):
+            optimiser.zero_grad()
+            f, y = self.model(self.x[rows]), self.y[rows]
+            regression = self.task == "regression"
+            fit = (f - y).square().sum() / (2 * len(rows)) if regression else nn.functional.cross_entropy(f, y)
+            loss = fit + sum((d * p.square()).sum() for p, d in groups) / 2
+            loss.backward()
+            optimiser.step()
+            total += float(loss.detach()) * len(rows)
+        return total / len(self.x)
+
+    def batches(self, rows: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+        """All rows or some of them, for a pass of curvature."""
+        if rows is None:
+            return list(zip(self.x.split(1024), self.y.split(1024), strict=True))
+        return [(self.x[part], self.y[part]) for part in rows.split(1024)]
+
+    def laplace(self, structure: str) -> BaseLaplace:
+        # exact factors cost a backward pass per output, one draw per row costs one in all
+        outputs = self.y.shape[1] if self.task == "regression" else int(self.y.max()) + 1
+        source = "mc" if outputs > 20 else "exact"
+        return Laplace(self.model, self.task, "all", structure, estimator=source)
+
+    def held_out(self, laplace: BaseLaplace, prior: Prior, sigma: Tensor, pair: tuple[Tensor, Tensor]) -> float:
+        """Mean negative log density of the predictive distribution."""
+        laplace.prior_precision = prior.precisions
+        if laplace.has_noise:
+            laplace.sigma_noise = sigma
+        out = laplace(pair[0], diagonal_output=True)
+        if isinstance(out, tuple):
+            return gaussian_nll(out[0], out[1] + sigma**2, pair[1])
+        return nll(out, pair[1])
+
+    def posterior(self, prior: Prior, sigma: Tensor, structure: str) -> BaseLaplace:
+        """The posterior of all rows; prior and noise go on from those of the training, under its own curvature."""
+        weights = sum(p.numel() for p in self.model.parameters())
+        outputs = self.y.shape[1] if self.y.dim() > 1 else int(self.y.max()) + 1
+        if structure == "auto":
+            fits = weights <= FULL_WEIGHTS and len(self.x) * outputs * weights**2 <= FULL_WORK
+            structure = "full" if fits else "kron"
+        laplace = self.laplace(structure)
+        laplace.fit(self.batches(), generator=self.generator)
+        tuned = adam(laplace.evidence, prior, sigma, HYPER_STEPS, HYPER_RATE)
+        laplace.prior_precision = tuned.prior.precisions.clamp(*PRECISION)
+        if laplace.has_noise:
+            laplace.sigma_noise = tuned.sigma.clamp(*SIGMA)
+        return laplace
+
+
+# -- details --------------------------------------------------------------------------------------------------------
+
+
+def _split(flat: Tensor, model: nn.Module) -> list[Tensor]:
+    """A flat vector, or one number for all, in the shapes of the parameters."""
+    parameters = list(model.parameters())
+    if flat.numel() == 1:
+        return [flat.reshape(())] * len(parameters)
+    parts = flat.split([p.numel() for p in parameters])
+    return [part.reshape(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+
+def _scaled(evidence: Evidence, scale: float) -> Evidence:
+    """The evidence of `scale` times as many rows of the same kind."""
+    if scale == 1:
+        return evidence
+    fit = evidence.fit
+    more = GaussianFit(round(fit.targets * scale), fit.squares * scale) if isinstance(fit, GaussianFit) else fit * scale
+    return replace(evidence, curvature=evidence.curvature * scale, fit=more)
+
+
+def _batch_size(rows: int) -> int:
+    """About sixteen steps an epoch, between 32 and 4096 rows each: a power of two."""
+    return 2 ** min(12, max(5, round(log2(rows / 16))))
+
+
+def _checked(x: Tensor, y: Tensor, task: str, spec: Spec) -> Tensor:
+    """The targets as the likelihood takes them: [N, C] float32, or [N] class numbers."""
+    if task not in ("regression", "classification"):
+        raise OptionError(f"unknown task {task!r}; expected 'regression' or 'classification'.")
+    if x.dim() != 2 or x.shape[1] != spec.inputs or not len(x) or len(x) != len(y):
+        raise DataError(
+            f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; expected [N, {spec.inputs}] and N targets, N >= 1."
+        )
+    if not bool(torch.isfinite(x).all()):
+        raise DataError("x holds NaN or infinite values; expected finite ones. Fill in or leave out missing values.")
+    if task == "regression":
+        y = y.float().reshape(len(y), -1)
+        if y.shape[1] != spec.outputs or not bool(torch.isfinite(y).all()):
+            raise DataError(f"y has {y.shape[1]} targets a row, or NaN; expected {spec.outputs}, all of them finite.")
+        return y
+    if y.dim() != 1 or y.dtype.is_floating_point or int(y.min()) < 0 or int(y.max()) >= spec.outputs:
+        raise DataError(f"y is {y.dtype} of shape {tuple(y.shape)}; expected class numbers 0 .. {spec.outputs - 1}.")
+    return y.long()
