@@ -1,4 +1,4 @@
-"""The public face under unkind use: numbers by brute force, global state, and what is known to be wrong (xfail)."""
+"""The public face under unkind use: numbers by brute force, global state, options, and state after a failure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ from lapwing.likelihoods import Gaussian
 
 SUBNET = torch.tensor([0, 3, 13, 17, 25])
 every_class = pytest.mark.parametrize(("subset", "structure"), list(CLASSES))
-
-
-def bug(reason: str, raises: type[BaseException] | tuple[type[BaseException], ...] | None = None) -> Any:
-    return pytest.mark.xfail(strict=True, reason=reason, raises=raises)
 
 
 def net(outputs: int = 2, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -135,7 +131,6 @@ class Tripled(nn.Module):
         return 3 * h if self.training else h
 
 
-@bug("Linearisation.parts() runs the model again after linearise() has left eval mode", AssertionError)
 def test_a_batch_beyond_the_budget_is_linearised_in_eval_mode() -> None:
     model = nn.Sequential(*net(), Tripled())
     la = FullLaplace(model, "regression")
@@ -146,7 +141,6 @@ def test_a_batch_beyond_the_budget_is_linearised_in_eval_mode() -> None:
     torch.testing.assert_close(la(xt)[1], expected)
 
 
-@bug("a sub-network's space names tensors it does not touch, and as many entries as tensors read as a diagonal prior")
 def test_a_layerwise_prior_of_a_subnetwork_has_one_precision_per_tensor() -> None:
     la = FullSubnetLaplace(net(), "regression", torch.tensor([0, 1, 2, 3]))  # all within the first weight
     la.fit([(x, y)])
@@ -159,14 +153,12 @@ def trained(**options: Any) -> Any:
     return marglik_training(net(1), [(x, y[:, :1])], "regression", **shared, **options)
 
 
-@bug("training knows neither the noise power 4 of the empirical Fisher nor the prior mean", AssertionError)
 @pytest.mark.parametrize("options", [{"backend": BackPackEF}, {"prior_mean": 5.0}])
 def test_training_climbs_the_evidence_of_its_posterior(options: dict[str, Any]) -> None:
     la, _, found, _ = trained(sigma_noise_init=0.3, fix_sigma_noise=True, **options)
     assert -found[0] == pytest.approx(float(la.log_marginal_likelihood()), rel=1e-6)
 
 
-@bug("a state says nothing of positions, of the source of curvature or of a fixed noise level; any is taken")
 @pytest.mark.parametrize(
     "pair",
     [
@@ -183,7 +175,6 @@ def test_a_state_of_another_kind_is_refused(pair: Callable[[], tuple[BaseLaplace
         other.load_state_dict(la.state_dict())
 
 
-@bug("hyper-parameters share memory with the caller's tensor, which may change after the posterior is cached")
 def test_hyper_parameters_are_copies() -> None:
     la, given = full(), torch.ones(1, dtype=torch.float64)
     la.prior_precision = given
@@ -191,7 +182,6 @@ def test_hyper_parameters_are_copies() -> None:
     assert float(la.prior_precision) == 1
 
 
-@bug("the new outputs and Jacobians are mixed with the old curvature, in silence")
 def test_weights_that_changed_since_the_fit_are_refused() -> None:
     la = full()
     with torch.no_grad():
@@ -200,7 +190,6 @@ def test_weights_that_changed_since_the_fit_are_refused() -> None:
         la(xt)
 
 
-@bug("enable_backprop is ignored by pred_type='nn': network_draws runs under no_grad")
 def test_sampled_networks_carry_gradients_when_asked() -> None:
     la = full(enable_backprop=True)
     assert la.functional_samples(xt.clone().requires_grad_(), "nn", 2).requires_grad
@@ -214,7 +203,6 @@ def search(la: BaseLaplace, targets: Tensor = y, pred_type: str = "glm", **optio
     la.optimize_prior_precision(pred_type, **options)
 
 
-@bug("options that a path does not read are ignored")
 @pytest.mark.parametrize(
     "use",
     [
@@ -231,13 +219,11 @@ def test_an_option_is_read_or_refused(use: Callable[[], object]) -> None:
         use()
 
 
-@bug("(mean, variance, targets) is promised, and the draws are unpacked as arguments", TypeError)
 def test_a_loss_for_counts_gets_mean_and_variance() -> None:
     counts = y[:, :1].abs().round()
     search(full("poisson", 1, counts), counts, loss=lambda m, v, t: ((m - t) ** 2 + v).mean())
 
 
-@bug("links that predict are unknown to the grid search", LapwingError)
 @pytest.mark.parametrize("link", ["quadrature", "probit_full"])
 def test_a_link_that_predicts_can_be_tuned(link: str) -> None:
     events = labels[:, None].double()
@@ -246,7 +232,6 @@ def test_a_link_that_predicts_can_be_tuned(link: str) -> None:
     search(la, events, link_approx=link)
 
 
-@bug("errors of torch or Python instead of lapwing's, or none")
 @pytest.mark.parametrize(
     "use",
     [
@@ -267,7 +252,6 @@ def test_bad_input_meets_an_error_with_a_remedy(use: Callable[[], object]) -> No
 # -- state after a failure, and between calls -------------------------------------------------------------------------
 
 
-@bug("hyper-parameters of a state are set one by one", AssertionError)
 def test_a_state_that_fails_changes_nothing() -> None:
     la = full()
     with pytest.raises(ParameterError):
@@ -275,7 +259,6 @@ def test_a_state_that_fails_changes_nothing() -> None:
     assert float(la.prior_precision) == 1
 
 
-@bug("a hidden layer's state binds the closed form, which does not hold there", LapwingError)
 def test_the_state_of_a_hidden_layer_predicts_in_a_fresh_posterior() -> None:
     la, fresh = FullLLLaplace(net(), "regression", last_layer_name="0"), FullLLLaplace(net(), "regression")
     la.fit([(x, y)])
@@ -283,7 +266,6 @@ def test_the_state_of_a_hidden_layer_predicts_in_a_fresh_posterior() -> None:
     torch.testing.assert_close(fresh(xt)[1], la(xt)[1])
 
 
-@bug("decompositions made in inference mode are kept, and cannot be differentiated later", RuntimeError)
 def test_a_prediction_in_inference_mode_leaves_nothing_behind() -> None:
     la = made("all", "gp")
     la.fit([(x, y)])
@@ -292,7 +274,6 @@ def test_a_prediction_in_inference_mode_leaves_nothing_behind() -> None:
     la.optimize_prior_precision()
 
 
-@bug("a subnetwork's samples are whole vectors, its density takes the chosen entries only", RuntimeError)
 def test_the_density_of_a_subnetwork_takes_its_own_samples() -> None:
     la = FullSubnetLaplace(net(), "regression", SUBNET)
     la.fit([(x, y)])

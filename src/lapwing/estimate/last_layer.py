@@ -26,7 +26,7 @@ from lapwing.estimate.blocks import partition
 from lapwing.estimate.cotangents import Columns, Cotangents, exact, fisher
 from lapwing.estimate.diagonal import SquareSum
 from lapwing.estimate.kronecker import KroneckerOptions
-from lapwing.estimate.passes import Batches, _named, _pair, observe
+from lapwing.estimate.passes import Batches, _named, observe, pair
 from lapwing.estimate.symmetric import GramSum, SymmetricSum, mirrored
 from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Block, Blocks, Dense, Diagonal, Kronecker, MatrixLayout, Piece, Term
@@ -225,7 +225,7 @@ def _steps(
     for number, batch in enumerate(batches):
         empty = False
         with _named(number):
-            x, y = _pair(batch)
+            x, y = pair(batch)
             found = tangent.at(x)
             found = replace(found, output=found.output.detach(), shared=found.shared.detach())
             observe(batches, likelihood, found.value, y)

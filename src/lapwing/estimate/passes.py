@@ -53,7 +53,7 @@ def linearised(tangent: Tangent, likelihood: Likelihood, batches: Batches) -> It
     for number, batch in enumerate(batches):
         empty = False
         with _named(number):
-            x, y = _pair(batch)
+            x, y = pair(batch)
             linearisation = tangent.at(x)
             observe(batches, likelihood, linearisation.value, y)
         yield linearisation, y
@@ -105,7 +105,8 @@ def check_loss(likelihood: Likelihood, value: Tensor, y: Any) -> Tensor:
     return loss
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def pair(batch: Any) -> tuple[Any, Any]:
+    """(inputs, targets) of a batch."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""

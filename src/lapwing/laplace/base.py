@@ -7,8 +7,8 @@ afterwards. Hyper-parameters are in `hyper`, the Gaussian over weights in `weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +16,10 @@ from jaxtyping import Float
 from rich.progress import track
 from torch import Tensor, nn
 
-from lapwing.errors import OptionError
+from lapwing.errors import OptionError, ParameterError
 from lapwing.estimate.passes import Watched
 from lapwing.laplace import predictions, state, tuning
-from lapwing.laplace.data import Pairs, Seen, evaluating
+from lapwing.laplace.data import Marks, Pairs, Seen, evaluating
 from lapwing.laplace.hyper import Fitted
 from lapwing.laplace.options import choose
 from lapwing.laplace.structures import AnyTangent, recipe
@@ -74,9 +74,10 @@ class BaseLaplace(Weights):
         self.enable_backprop = enable_backprop
         self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
         self.recipe = recipe(self.structure, estimator, backend, backend_kwargs, options)
-        self._noise_power = 4 if self.recipe.source == "empirical" else 2
+        self.noise_power = 4 if self.recipe.source == "empirical" else 2
         super().__init__(noise_of(sigma_noise, own_sigma), prior_precision, prior_mean, temperature)
         self._tangent: AnyTangent | None = None
+        self._marks: Marks | None = None
         self._bind(self._chosen_tangent(None))
 
     @property
@@ -92,9 +93,20 @@ class BaseLaplace(Weights):
     def _bind(self, tangent: AnyTangent | None) -> None:
         if tangent is None:
             return
-        self._tangent, self._space = tangent, tangent.space
-        self._check_prior(self._prior_precision)
-        self.prior_mean = self._prior_mean
+        with self._all_or_nothing():
+            self._tangent, self._space = tangent, tangent.space
+            self._check_prior(self._prior_precision)
+            self.prior_mean = self._prior_mean
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Whatever fails inside leaves the posterior as it was."""
+        before = dict(vars(self))
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     # -- fitting -----------------------------------------------------------------------------------------------------
 
@@ -123,8 +135,9 @@ class BaseLaplace(Weights):
         fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape)
         if not override and self._fitted is not None:
             fitted = self._fitted + fitted
-        self._bind(tangent)
-        self._fitted, self._posterior = fitted, None
+        with self._all_or_nothing():
+            self._bind(tangent)
+            self._fitted, self._posterior, self._marks = fitted, None, Marks.of(self.model)
 
     def _data(self, pairs: Pairs) -> Iterable[Any]:
         """The data that a fit sees: all, except where a class chooses a subset."""
@@ -140,8 +153,21 @@ class BaseLaplace(Weights):
         """The network at the inputs x, and its Jacobian as a linear map."""
         _ = self.space  # known before the first fit, except for a last layer that is still to be found
         assert self._tangent is not None
+        self._check_weights()
         with evaluating(self.model):
             return self._tangent.at(self._inputs(x))
+
+    def _check_weights(self) -> None:
+        """Outputs at other weights than the curvature's would be mixed with it."""
+        if self._fitted is None or (self._marks is not None and self._marks.same(self.model)):
+            return
+        if self._marks is None and torch.equal(self.space.values(self.model), self.fitted.mean):
+            self._marks = Marks.of(self.model)
+            return
+        raise ParameterError(
+            "the model's weights are not those that this posterior was fitted at; expected the same. Fit again, or "
+            "load the weights that go with the posterior."
+        )
 
     def _inputs(self, x: Any) -> Any:
         if isinstance(x, Mapping):
@@ -173,12 +199,17 @@ class BaseLaplace(Weights):
         link = choose(link_approx, predictions.LINKS, "link_approx")
         posterior = self.posterior
         classes = predictions.has_probabilities(self.distribution)
+        if joint and (pred_type == "nn" or classes):
+            raise OptionError(
+                "joint=True was asked of class probabilities, or of pred_type='nn'; expected regression with 'glm'. "
+                "functional_samples and predictive_samples are joint over the inputs."
+            )
         if pred_type == "nn":
-            if joint:
-                raise OptionError("joint=True goes with pred_type='glm'; found 'nn'. Use functional_samples.")
+            if not classes and whole(n_samples) < 2:
+                raise ParameterError("n_samples is 1, which has no variance; expected at least 2 draws.")
             out = self.predictive_samples(x, "nn", n_samples, generator=generator)
             return out.mean(0) if classes else (out.mean(0), out.var(0))
-        with self._gradients():
+        with self._working():
             linear = self.linearise(x)
             if classes:
                 arguments = self.distribution, link, whole(n_samples), generator
@@ -206,10 +237,11 @@ class BaseLaplace(Weights):
         if pred_type == "nn":
             if diagonal_output:
                 raise OptionError("diagonal_output=True goes with pred_type='glm'; found 'nn'. Leave it out.")
-            with evaluating(self.model):
+            self._check_weights()
+            with self._working():
                 tangent = Tangent(self.model, self.space)
-                return network_draws(posterior, tangent, self._inputs(x), count, generator)
-        with self._gradients():
+                return network_draws(posterior, tangent, self._inputs(x), count, generator, self.enable_backprop)
+        with self._working():
             linear = self.linearise(x)
             if not diagonal_output:
                 return draws(posterior, linear, count, generator)
@@ -237,8 +269,15 @@ class BaseLaplace(Weights):
             )
         return choose(pred_type, self.pred_types, "pred_type")
 
-    def _gradients(self) -> Any:
-        return nullcontext() if self.enable_backprop else torch.no_grad()
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """The model in eval mode to the end, as parts of a batch may be run again; and no graph unless asked for.
+
+        Not in inference mode: what is decomposed meanwhile is kept, and differentiated another time.
+        """
+        graph = self.enable_backprop and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with evaluating(self.model), torch.inference_mode(False), torch.set_grad_enabled(graph):
+            yield
 
     # -- tuning --------------------------------------------------------------------------------------------------------
 
@@ -281,18 +320,19 @@ class BaseLaplace(Weights):
         start = tuning.starting_precision(self.space, prior_structure, init_prior_prec)
         chosen = choose(method, tuning.METHODS, "method")
         _ = self.fitted
+        tuning.check_options(chosen, optimize_sigma_noise, counts, self._pred_type(pred_type))
         if chosen in ("gridsearch", "pseudo_data"):
             grid = tuning.Grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
             tuning.check_scalar(prior_structure, chosen)
             pairs = self._held_out(val_loader, chosen)
             link = choose(link_approx, predictions.LINKS, "link_approx")
-            with evaluating(self.model), torch.no_grad():
+            drawn = link, n_samples, generator
+            with self._all_or_nothing(), self._working(), torch.no_grad():
                 if chosen == "gridsearch":
-                    drawn = link, n_samples, generator
                     found = tuning.by_validation(self, pairs, grid, self._pred_type(pred_type), loss, *drawn)
                 else:
-                    found, self.temperature = tuning.by_pseudo_data(self, pairs, grid, counts, loss)
-            self.prior_precision = found
+                    found, self.temperature = tuning.by_pseudo_data(self, pairs, grid, counts, loss, *drawn)
+                self.prior_precision = found
         else:
             self._check_prior(start)
             hyper = tuning.Start(start, self._prior_mean, self._sigma_noise, optimize_sigma_noise)
@@ -315,12 +355,13 @@ class BaseLaplace(Weights):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the hyper-parameters and the fit of a posterior of the same class over the same parameters."""
         hyper, fitted = state.load(self, state_dict)
-        if fitted is not None:
-            self._bind_stored(state_dict)
-            state.check_parameters(self, state_dict)
-        for name, value in hyper.items():
-            setattr(self, name, value)
-        self._fitted, self._posterior = fitted, None
+        with self._all_or_nothing():
+            if fitted is not None:
+                self._bind_stored(state_dict)
+                state.check_parameters(self, state_dict)
+            for name, value in hyper.items():
+                setattr(self, name, value)
+            self._fitted, self._posterior, self._marks = fitted, None, None
 
     def _bind_stored(self, state_dict: Mapping[str, Any]) -> None:
         """Binds the parameters that a state speaks of, where that is not known yet."""

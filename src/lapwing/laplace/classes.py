@@ -33,7 +33,7 @@ class FullLaplace(ParametricLaplace):
 
     @property
     def posterior_precision(self) -> Float[Tensor, "params params"]:
-        scale = 1 / (self._sigma_noise**self._noise_power * self._temperature)
+        scale = 1 / (self._sigma_noise**self.noise_power * self._temperature)
         return self.H * scale + torch.diag_embed(self.prior_precision_diag)
 
     @property
@@ -53,7 +53,7 @@ class DiagLaplace(ParametricLaplace):
 
     @property
     def posterior_precision(self) -> Float[Tensor, " params"]:
-        return self.H / (self._sigma_noise**self._noise_power * self._temperature) + self.prior_precision_diag
+        return self.H / (self._sigma_noise**self.noise_power * self._temperature) + self.prior_precision_diag
 
     @property
     def posterior_scale(self) -> Float[Tensor, " params"]:

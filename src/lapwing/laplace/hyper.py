@@ -6,7 +6,7 @@ Hyper-parameters can be changed at any time without another pass: the precision 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -52,22 +52,26 @@ class Fitted:
         return Fitted(curvature, self.mean, fit, count, self.output_shape)
 
 
+def precisions_of(space: ParamSpace) -> dict[str, int]:
+    """How many precisions each structure of a prior has; a sub-network counts the tensors and modules it touches."""
+    tensors, modules = (len(space.groups(by).unique()) for by in ("tensor", "layer"))
+    return {"scalar": 1, "layerwise": tensors, "module": modules, "diag": space.size}
+
+
 def prior_of(space: ParamSpace, precision: Tensor, mean: float | int | Tensor) -> Prior:
     """The prior that a number of precisions means: one, one per tensor, one per module, or one per entry."""
-    count = precision.numel()
+    count, known = precision.numel(), precisions_of(space)
     if count == 1:
         return Prior.isotropic(space, precision.reshape(()), mean)
-    if space.index is not None and count == space.size:
-        return Prior.diagonal(space, precision, mean)
-    if count == len(space.names):
-        return Prior.per_tensor(space, precision, mean)
-    if count == len(space.layers):
-        return Prior.layerwise(space, precision, mean)
-    if count == space.size:
+    for structure, by in (("layerwise", "tensor"), ("module", "layer")):
+        if count == known[structure]:
+            groups = space.groups(by).unique(return_inverse=True)[1]  # without gaps, where tensors are not touched
+            return replace(Prior.grouped(space, groups, precision, mean), structure=structure)
+    if count == known["diag"]:
         return Prior.diagonal(space, precision, mean)
     raise ParameterError(
-        f"prior_precision has {count} entries; expected 1, {len(space.names)} (one per parameter tensor), "
-        f"{len(space.layers)} (one per module) or {space.size} (one per entry)."
+        f"prior_precision has {count} entries; expected 1, {known['layerwise']} (one per parameter tensor), "
+        f"{known['module']} (one per module) or {known['diag']} (one per entry)."
     )
 
 
@@ -77,7 +81,7 @@ class HyperParameters:
     has_noise: bool
     """Whether there is a noise level sigma that can change without another pass."""
     _per_entry_prior: bool = True
-    _noise_power: int = 2
+    noise_power: int = 2
 
     def __init__(
         self,
@@ -159,7 +163,10 @@ class HyperParameters:
 
     @temperature.setter
     def temperature(self, value: float | int | Tensor) -> None:
-        value = self._number(value, "temperature").reshape(())
+        value = self._number(value, "temperature")
+        if value.numel() != 1:
+            raise ParameterError(f"temperature has shape {tuple(value.shape)}; expected one number.")
+        value = value.reshape(())
         if not (0 < float(value.detach()) < float("inf")):
             raise ParameterError(f"temperature is {float(value.detach())}; expected a finite number > 0.")
         self._temperature, self._posterior = value, None
@@ -167,7 +174,7 @@ class HyperParameters:
     def _number(self, value: object, name: str) -> Tensor:
         dtype, device = self._place
         try:
-            return torch.as_tensor(value, dtype=dtype, device=device)
+            return torch.as_tensor(value, dtype=dtype, device=device).clone()  # the caller's own may change
         except (TypeError, ValueError) as error:
             raise ParameterError(f"{name} is {value!r}; expected a number or a tensor.") from error
 
@@ -208,7 +215,7 @@ class HyperParameters:
     @property
     def evidence(self) -> Evidence:
         """The evidence as a function of prior, noise and temperature."""
-        return Evidence(self.fitted.curvature, self.fitted.mean, self.fitted.fit, self._noise_power)
+        return Evidence(self.fitted.curvature, self.fitted.mean, self.fitted.fit, self.noise_power)
 
     @property
     def precision(self) -> Precision:
@@ -219,7 +226,7 @@ class HyperParameters:
     def posterior(self) -> Gaussian:
         """The Gaussian over the weights; kept until a hyper-parameter changes."""
         if self._posterior is None:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 self._posterior = Gaussian(self.fitted.mean, self.precision)
         return self._posterior
 
@@ -239,7 +246,7 @@ class HyperParameters:
     @property
     def n_layers(self) -> int:
         """Number of parameter tensors: as many precisions as a layerwise prior has."""
-        return len(self.space.names)
+        return precisions_of(self.space)["layerwise"]
 
     @property
     def prior_precision_diag(self) -> Float[Tensor, " params"]:

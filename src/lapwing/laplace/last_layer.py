@@ -92,8 +92,7 @@ class LLLaplace(ParametricLaplace):
             return
         names = [name for name, _ in json.loads(state_dict["parameters"])]
         layer = names[0].rpartition(".")[0]
-        closed = self.recipe.structure in CLOSED_FORM and self.recipe.source != "hessian"
-        if not closed:
+        if "features" not in state_dict:
             self._bind(self._general(layer))
             return
         self._bind(FeatureTangent(self.model, layer, self.feature_reduction, differentiable=self.enable_backprop))

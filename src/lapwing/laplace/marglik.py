@@ -10,17 +10,17 @@ from rich.progress import Progress
 from torch import nn
 
 from lapwing import training
+from lapwing.errors import OptionError
 from lapwing.estimate.passes import Batches
 from lapwing.laplace.base import BaseLaplace
 from lapwing.laplace.data import Pairs
 from lapwing.laplace.face import Laplace
+from lapwing.laplace.hyper import precisions_of
 from lapwing.laplace.options import PriorStructure, choose
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
-
-_PRIORS = {"scalar": "isotropic", "layerwise": "per_tensor", "module": "layerwise", "diag": "diagonal"}
 
 
 def marglik_training(
@@ -57,6 +57,9 @@ def marglik_training(
     weights with the largest evidence, and every module the mode it came with. A scheduler takes a step per batch.
     """
     structure = choose(prior_structure, [each.value for each in PriorStructure], "prior_structure")
+    for name, instead in (("prior_precision", "prior_prec_init"), ("sigma_noise", "sigma_noise_init")):
+        if name in options:
+            raise OptionError(f"{name} was given, which training finds; expected its start, {instead}.")
     laplace = Laplace(
         model,
         likelihood,
@@ -71,6 +74,7 @@ def marglik_training(
     )
     space = ParamSpace.of(model)
     laplace.prior_precision = _start(space, structure, prior_prec_init)
+    prior = laplace.prior
 
     def estimator(
         tangent: Tangent, distribution: Likelihood, batches: Batches, *, generator: torch.Generator | None = None
@@ -85,8 +89,7 @@ def marglik_training(
             pairs,
             laplace.distribution,
             estimator=estimator,
-            prior=_PRIORS[structure],
-            precision=prior_prec_init,
+            prior=prior,
             sigma=sigma_noise_init if laplace.has_noise else None,
             optimizer_cls=optimizer_cls,
             optimizer_kwargs=optimizer_kwargs,
@@ -100,6 +103,7 @@ def marglik_training(
             hyper_lr=lr_hyp,
             temperature=temperature,
             fixed_noise=fix_sigma_noise,
+            noise_power=laplace.noise_power,
             generator=generator,
             callback=lambda _: progress.advance(task),
         )
@@ -111,5 +115,4 @@ def marglik_training(
 
 
 def _start(space: ParamSpace, structure: str, precision: float | int) -> torch.Tensor:
-    count = {"scalar": 1, "layerwise": len(space.names), "module": len(space.layers), "diag": space.size}[structure]
-    return torch.full((count,), precision, dtype=space.dtype, device=space.device)
+    return torch.full((precisions_of(space)[structure],), precision, dtype=space.dtype, device=space.device)

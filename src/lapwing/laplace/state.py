@@ -17,11 +17,25 @@ from lapwing.errors import DataError, ParameterError
 from lapwing.evidence import GaussianFit
 from lapwing.laplace.hyper import Fitted
 from lapwing.serialize import pack, unpack
+from lapwing.tangent.features import FeatureTangent
 
 if TYPE_CHECKING:
     from lapwing.laplace.base import BaseLaplace
 
 VERSION = 1
+ALWAYS = (
+    "version",
+    "cls_name",
+    "likelihood",
+    "source",
+    "free_noise",
+    "prior_precision",
+    "prior_mean",
+    "sigma_noise",
+    "temperature",
+    "n_data",
+)
+FITTED = ("parameters", "structure", "mean", "output_shape")
 
 
 def state_dict(laplace: BaseLaplace) -> dict[str, Tensor | int | float | str]:
@@ -30,6 +44,8 @@ def state_dict(laplace: BaseLaplace) -> dict[str, Tensor | int | float | str]:
         "version": VERSION,
         "cls_name": type(laplace).__name__,
         "likelihood": likelihood_name(laplace),
+        "source": laplace.recipe.source,
+        "free_noise": int(laplace.has_noise),
         "prior_precision": laplace.prior_precision.detach().clone(),
         "prior_mean": laplace.prior_mean.detach().clone(),
         "sigma_noise": laplace.sigma_noise.detach().clone(),
@@ -48,6 +64,10 @@ def state_dict(laplace: BaseLaplace) -> dict[str, Tensor | int | float | str]:
         "mean": fitted.mean.clone(),
         "output_shape": json.dumps(list(fitted.output_shape)),
     }
+    if laplace.space.index is not None:
+        state["index"] = laplace.space.index.cpu().clone()
+    if isinstance(laplace._tangent, FeatureTangent):
+        state["features"] = 1
     if isinstance(fitted.fit, GaussianFit):
         state |= {"targets": fitted.fit.targets, "squares": fitted.fit.squares.clone()}
     else:
@@ -57,7 +77,7 @@ def state_dict(laplace: BaseLaplace) -> dict[str, Tensor | int | float | str]:
 
 def load(laplace: BaseLaplace, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Fitted | None]:
     """Hyper-parameters and fit of a state, checked against the posterior that it is loaded into."""
-    missing = [name for name in ("version", "cls_name", "likelihood", "prior_precision") if name not in state]
+    missing = [name for name in (*ALWAYS, *(FITTED if "structure" in state else ())) if name not in state]
     if missing:
         raise DataError(f"the state has no {missing[0]!r}; expected what state_dict() returns.")
     if int(state["version"]) > VERSION:
@@ -65,7 +85,12 @@ def load(laplace: BaseLaplace, state: Mapping[str, Any]) -> tuple[dict[str, Tens
             f"the state has version {state['version']}; expected at most {VERSION}. It was written by a later lapwing: "
             "upgrade to read it."
         )
-    for name, ours in (("cls_name", type(laplace).__name__), ("likelihood", likelihood_name(laplace))):
+    for name, ours in (
+        ("cls_name", type(laplace).__name__),
+        ("likelihood", likelihood_name(laplace)),
+        ("source", laplace.recipe.source),
+        ("free_noise", int(laplace.has_noise)),
+    ):
         if state[name] != ours:
             raise ParameterError(
                 f"the state has {name} {state[name]!r} and this posterior {ours!r}; expected the same. Build the "
@@ -83,6 +108,11 @@ def load(laplace: BaseLaplace, state: Mapping[str, Any]) -> tuple[dict[str, Tens
     }
     curvature = unpack(json.loads(state["structure"]), tensors)
     mean = state["mean"].to(device)
+    if mean.dtype != dtype:
+        raise ParameterError(
+            f"the state has dtype {mean.dtype} and the model's curvature {dtype}; expected the same. Convert the "
+            f"model, for example with model.to({mean.dtype})."
+        )
     fit = state.get("log_likelihood")
     fit = GaussianFit(int(state["targets"]), state["squares"].to(device)) if fit is None else fit.to(device)
     shape = torch.Size(json.loads(state["output_shape"]))
@@ -93,6 +123,11 @@ def check_parameters(laplace: BaseLaplace, state: Mapping[str, Any]) -> None:
     """The same parameters, by name and shape."""
     stored = [(name, tuple(shape)) for name, shape in json.loads(state["parameters"])]
     ours = [(name, tuple(shape)) for name, shape in zip(laplace.space.names, laplace.space.shapes, strict=True)]
+    index, own = state.get("index"), laplace.space.index
+    if (index is None) != (own is None) or (
+        index is not None and own is not None and not torch.equal(index.cpu(), own.cpu())
+    ):
+        raise ParameterError("the state is of another sub-network; expected the same subnetwork_indices.")
     if stored != ours or len(state["mean"]) != laplace.space.size:
         different = next((a for a, b in zip(stored, ours, strict=False) if a != b), None)
         raise ParameterError(

@@ -76,6 +76,16 @@ class SubnetLaplace(ParametricLaplace):
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Float[Tensor, "n all"]:
         return self._filled(super().sample(n_samples, generator))
 
+    def log_prob(self, value: Float[Tensor, "*batch entries"], normalized: bool = True) -> Float[Tensor, "*batch"]:
+        """Of whole flat vectors, as `sample` gives them, or of the sub-network's entries."""
+        return super().log_prob(self._chosen(value), normalized)
+
+    def square_norm(self, value: Float[Tensor, "*batch entries"]) -> Float[Tensor, "*batch"]:
+        return super().square_norm(self._chosen(value))
+
+    def _chosen(self, value: Float[Tensor, "*batch entries"]) -> Float[Tensor, "*batch chosen"]:
+        return self.space.restrict(value) if value.shape[-1] == self._whole.size != self.space.size else value
+
     def _filled(self, chosen: Float[Tensor, "*batch chosen"]) -> Float[Tensor, "*batch all"]:
         whole = self._whole.values(self.model).expand(*chosen.shape[:-1], -1).clone()
         assert self.space.index is not None

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lapwing import evidence, validation
 from lapwing.errors import DataError, OptionError, ParameterError
-from lapwing.laplace.hyper import HyperParameters, prior_of
+from lapwing.estimate.passes import pair
+from lapwing.laplace.hyper import HyperParameters, precisions_of, prior_of
 from lapwing.laplace.options import PriorStructure, TuningMethod, choose
 from lapwing.laplace.predictions import has_probabilities
 from lapwing.likelihoods import Gaussian
@@ -63,7 +64,7 @@ class Start:
 def starting_precision(space: ParamSpace, structure: str, value: float | int | Tensor) -> Float[Tensor, " groups"]:
     """`value` once for each precision that the structure has."""
     structure = choose(structure, [each.value for each in PriorStructure], "prior_structure")
-    sizes = {"scalar": 1, "layerwise": len(space.names), "module": len(space.layers), "diag": space.size}
+    sizes = precisions_of(space)
     start = torch.as_tensor(value, dtype=space.dtype, device=space.device).detach().reshape(-1)
     if len(start) not in (1, sizes[structure]):
         raise ParameterError(
@@ -73,6 +74,16 @@ def starting_precision(space: ParamSpace, structure: str, value: float | int | T
     if not bool(torch.isfinite(start).all()) or bool((start <= 0).any()):
         raise ParameterError(f"init_prior_prec is {start.tolist()[:5]}; expected finite numbers > 0.")
     return start.expand(sizes[structure]).clone()
+
+
+def check_options(method: str, noise: bool, counts: Iterable[float | int] | None, pred_type: str) -> None:
+    """Options that the chosen method would not read."""
+    if noise and method in ("gridsearch", "pseudo_data"):
+        raise OptionError(f"optimize_sigma_noise=True with method={method!r}; expected 'marglik', 'adam' or 'mackay'.")
+    if counts is not None and method != "pseudo_data":
+        raise OptionError(f"counts were given for method={method!r}; expected 'pseudo_data'. Leave them out.")
+    if method == "pseudo_data" and pred_type == "nn":
+        raise OptionError("method='pseudo_data' with pred_type='nn'; expected 'glm', which scores all pairs at once.")
 
 
 def check_scalar(structure: str, method: str) -> None:
@@ -151,7 +162,13 @@ def _score(laplace: BaseLaplace, loss: Callable | None) -> validation.Score | No
     """A function of the user: loss(probabilities, y), and loss(mean, variance, y) where numbers are predicted."""
     if loss is None or isinstance(loss, validation.Metric) or has_probabilities(laplace.distribution):
         return loss
-    return lambda prediction, targets: loss(*prediction, targets)
+
+    def score(prediction: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> object:
+        if isinstance(prediction, Tensor):  # draws of the outputs
+            prediction = prediction.mean(0), prediction.var(0)
+        return loss(*prediction, targets)
+
+    return score
 
 
 def _scores_of_draws(
@@ -162,7 +179,7 @@ def _scores_of_draws(
     generator: torch.Generator | None,
 ) -> Float[Tensor, " k"]:
     """Mean over held-out points of -log of the mean over draws of p(y | f)."""
-    kept, before = list(pairs), laplace.prior_precision
+    kept, before = [pair(batch) for batch in pairs], laplace.prior_precision
     likelihood = laplace.distribution
     if isinstance(likelihood, Gaussian) and laplace.has_noise:
         likelihood = replace(likelihood, sigma=float(laplace.sigma_noise))
@@ -175,6 +192,7 @@ def _scores_of_draws(
             total, points = 0.0, 0
             for x, y in kept:
                 outputs = laplace.functional_samples(x, *draws, generator=numbers)
+                likelihood.check(outputs[0], y)
                 each = torch.stack([likelihood.log_prob(f, y) for f in outputs])
                 total -= float((torch.logsumexp(each, 0) - log(len(each))).sum())
                 points += len(y)
@@ -187,7 +205,14 @@ def _scores_of_draws(
 
 
 def by_pseudo_data(
-    laplace: BaseLaplace, pairs: Iterable[Any], grid: Grid, counts: Iterable[float | int] | None, loss: Callable | None
+    laplace: BaseLaplace,
+    pairs: Iterable[Any],
+    grid: Grid,
+    counts: Iterable[float | int] | None,
+    loss: Callable | None,
+    link: str,
+    n_samples: int,
+    generator: torch.Generator | None,
 ) -> tuple[Float[Tensor, " one"], float]:
     """The thesis' (N, lambda): a precision, and the temperature that makes n_data points count as N.
 
@@ -206,6 +231,9 @@ def by_pseudo_data(
         points=points,
         sigma=laplace.sigma_noise,
         score=_score(laplace, loss),
+        link=link,
+        samples=n_samples,
+        generator=generator,
     )
     return values[found.index[1]].reshape(1), points / found.best[0]
 

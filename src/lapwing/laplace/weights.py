@@ -46,6 +46,7 @@ class Weights(HyperParameters):
 
     def log_prob(self, value: Float[Tensor, "*batch params"], normalized: bool = True) -> Float[Tensor, "*batch"]:
         """Log density of the posterior at flat weights; without its constant where `normalized` is False."""
+        self.space.check(value)
         return self.posterior.log_prob(value) if normalized else -self.square_norm(value) / 2
 
     def square_norm(self, value: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch"]:

@@ -28,7 +28,7 @@ from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import Curvature, LinearMap
 from lapwing.linalg.rows import CACHE, chunks
 from lapwing.predictive.glm import LINKS, MARGINAL
-from lapwing.predictive.links import probit, shrink
+from lapwing.predictive.links import probit, quadrature, shrink
 
 Prediction = Tensor | tuple[Tensor, Tensor]
 AnyLikelihood = TypeVar("AnyLikelihood", bound=Likelihood)
@@ -134,6 +134,18 @@ class Probit(Family[Categorical | Bernoulli]):
 
 
 @dataclass(frozen=True, eq=False)
+class Events(Family[Bernoulli]):
+    """Labels one by one, each logit integrated."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        found = torch.stack([self.prediction(batch, k) for k in range(len(batch.found))])
+        return -self._log_prob(torch.logit(found, eps=torch.finfo(found.dtype).tiny), batch.targets)
+
+    def prediction(self, batch: Batch, number: int) -> Tensor:
+        return quadrature(batch.value.unsqueeze(-1), batch.found[number].unsqueeze(-1)).squeeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
 class Joint(Family[Categorical]):
     """Class probabilities from the covariance of the logits."""
 
@@ -179,6 +191,10 @@ class Sampled(Family[Likelihood]):
 
 
 def family(likelihood: Likelihood, link: str, sigma: float, samples: int, generator: torch.Generator | None) -> Family:
+    if isinstance(likelihood, Bernoulli) and link == "quadrature":
+        return Events(likelihood)
+    if isinstance(likelihood, Bernoulli) and link == "probit_full":  # of one logit, the same
+        return Probit(likelihood)
     if link not in LINKS:
         raise LapwingError(f"unknown link {link!r}; expected one of {sorted(LINKS)}.")
     if isinstance(likelihood, Gaussian):

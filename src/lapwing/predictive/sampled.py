@@ -23,16 +23,24 @@ from lapwing.tangent.inputs import call, check_input
 
 
 def network_draws(
-    posterior: Gaussian, tangent: Tangent, x: Any, n: int, generator: torch.Generator | None = None
+    posterior: Gaussian,
+    tangent: Tangent,
+    x: Any,
+    n: int,
+    generator: torch.Generator | None = None,
+    differentiable: bool = False,
 ) -> Float[Tensor, "n batch *out"]:
-    """Outputs at n sampled weight vectors: n forward passes, with the sampled tensors in place of the parameters."""
+    """Outputs at n sampled weight vectors: n forward passes, with the sampled tensors in place of the parameters.
+
+    With `differentiable` they are functions of the inputs.
+    """
     check_input(x, tangent.space.device)
     caller, space = _Caller(tangent.model), tangent.space
 
     def run(named: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(caller, named, (x,)).to(space.dtype)
 
-    with unchanged(tangent.model), plain_attention(), torch.no_grad():
+    with unchanged(tangent.model), plain_attention(), torch.set_grad_enabled(differentiable):
         together = _follows(run, _named(tangent, posterior.mean.expand(2, -1)))
         out = []
         for part in chunks(n, 4 * space.total * space.dtype.itemsize, tangent.budget):

@@ -190,6 +190,7 @@ def train(
     temperature: float | int = 1.0,
     fixed_noise: bool = False,
     points: int | None = None,
+    noise_power: int = 2,
     generator: torch.Generator | None = None,
     callback: Callable[[Epoch], object] | None = None,
 ) -> Trained:
@@ -199,7 +200,8 @@ def train(
     the last. `prior` is a `Prior` over all trainable weights, or the name of a structure that starts at `precision`.
     `sigma` is the noise level that regression starts from (that of the likelihood unless given), and stays at with
     `fixed_noise`. The gradient of a regression is taken at unit noise, so that a learning rate means the same whatever
-    sigma is. `points` is N; without it the loader is counted in one pass over it. A scheduler takes a step per epoch,
+    sigma is. `points` is N; without it the loader is counted in one pass over it. `noise_power` is that
+    of `Evidence`. A scheduler takes a step per epoch,
     or per batch; `optimizer_kwargs` are {'lr': 1e-3} unless given.
 
     A model in train mode is trained with each module in its own mode, so that a frozen BatchNorm stays frozen; one in
@@ -224,7 +226,8 @@ def train(
     state = Hyper.of(start, level is not None and not fixed_noise)
     with _modes(model), _following(generator, space.device):
         first, counted = _count(loader, points)
-        run = _Run(loader, likelihood, Tangent(model, space), estimator, level is not None, temperature, counted)
+        how = level is not None, temperature, counted, noise_power
+        run = _Run(loader, likelihood, Tangent(model, space), estimator, *how)
         run.check(first, start, generator)
         optimiser = _built(optimizer_cls, list(run.tangent.parameters.values()), optimizer_kwargs or {"lr": 1e-3})
         scheduler = None if scheduler_cls is None else _built(scheduler_cls, optimiser, scheduler_kwargs or {})
@@ -264,6 +267,7 @@ class _Run:
     level: bool
     temperature: float | int
     points: int
+    noise_power: int
 
     def at(self, sigma: float) -> Likelihood:
         return (
@@ -320,7 +324,8 @@ class _Run:
             curvature = self.estimator(self.tangent, likelihood, observed, generator=generator)
         mean = space.values(model)
         if self.level:
-            return Evidence(curvature, mean, GaussianFit(observed.targets, mean.new_tensor(observed.squares)))
+            fit = GaussianFit(observed.targets, mean.new_tensor(observed.squares))
+            return Evidence(curvature, mean, fit, self.noise_power)
         return Evidence(curvature, mean, mean.new_tensor(observed.log_likelihood))
 
 
