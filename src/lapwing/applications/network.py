@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil, cos, log2, pi
+from math import ceil, cos, e, log2, pi
 
 import torch
 from jaxtyping import Float
@@ -30,14 +30,13 @@ from lapwing.evidence import Evidence, GaussianFit
 from lapwing.laplace import BaseLaplace, Laplace
 from lapwing.metrics import gaussian_nll, nll
 from lapwing.priors import Prior
-from lapwing.training import Hyper, adam
 
 EVIDENCE_ROWS = 20_000
 FULL_WEIGHTS, FULL_WORK = 3_000, 2e11
 SIGMA = 1e-3, 10.0
 """Noise levels that a standardised target can have; a smaller one would be about the rounding of float32."""
 PRECISION = 1e-4, 1e6
-ROUNDS, HYPER_STEPS, HYPER_RATE = 40, 20, 0.1
+ROUNDS, UPDATES, FINAL_UPDATES = 40, 3, 10
 STEPS, RATE = 6_000, 1e-2
 KINDS = "mlp", "resnet"
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
@@ -83,11 +82,11 @@ class Residual(nn.Module):
         return h + self.second(self.activation(self.first(h)))
 
 
-def build(spec: Spec, generator: torch.Generator | None = None) -> nn.Module:
-    """The network of a specification, float32, in eval mode; weights from `generator`, or torch's global one."""
+def build(spec: Spec, generator: torch.Generator | None = None, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The network of a specification, in eval mode; weights from `generator`, or from torch's global one."""
 
     def linear(inputs: int, outputs: int, scale: float = GAINS[spec.activation]) -> nn.Linear:
-        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=torch.float32)
+        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=dtype)
         assert isinstance(layer, nn.Linear)
         nn.init.normal_(layer.weight, std=scale * inputs**-0.5, generator=generator)
         nn.init.zeros_(layer.bias)
@@ -134,6 +133,7 @@ def train(
     validation: tuple[Tensor, Tensor] | None = None,
     callback: Callable[[Progress], object] | None = None,
     structure: str = "auto",
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[nn.Module, BaseLaplace]:
     """A trained network, and its posterior with prior and noise tuned; the same seed gives the same result.
 
@@ -141,16 +141,15 @@ def train(
     `validation`, a pair (x, y), the weights kept are those with the smallest validation NLL, not the largest evidence.
     `structure` is "full", "kron" or "diag", or "auto". Torch's global generator is left alone.
     """
-    y = _checked(x, y, task, spec)
+    x, y = _checked(x, y, task, spec, dtype)
     if validation is not None:
-        validation = validation[0].float(), _checked(*validation, task, spec)
-    x = x.float()
+        validation = _checked(*validation, task, spec, dtype)
     size = min(len(x), _batch_size(len(x)) if batch_size is None else batch_size)
     for name, value in (("batch_size", size), ("epochs", 1 if epochs is None else epochs)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} is {value!r}; expected a whole number >= 1, or None.")
     generator = torch.Generator().manual_seed(seed)
-    model = build(spec, generator)
+    model = build(spec, generator, dtype=dtype)
     per_epoch = ceil(len(x) / size)
     run = _Run(model, x, y, task, ceil(STEPS / per_epoch) if epochs is None else epochs, size, generator)
     prior, sigma = run.climb(validation, callback)
@@ -175,8 +174,7 @@ class _Run:
         """Trains the model in place; prior and noise of the weights that were kept."""
         laplace = self.laplace("kron")
         prior = Prior.layerwise(laplace.space, 1.0)
-        sigma = torch.ones(())
-        state = Hyper.of(prior, laplace.has_noise)
+        sigma = torch.ones((), dtype=self.x.dtype)
         parameters = list(self.model.parameters())
         optimiser = torch.optim.Adam(parameters, lr=RATE)
         every = ceil(self.epochs / ROUNDS)
@@ -191,10 +189,7 @@ class _Run:
             if epoch % every == 0 or epoch == self.epochs:
                 laplace.fit(self.batches(rows), generator=self.generator)
                 evidence = _scaled(laplace.evidence, len(self.x) / len(rows))
-                tuned = adam(evidence, prior, sigma, HYPER_STEPS, HYPER_RATE, state=state)
-                prior = prior.with_precisions(tuned.prior.precisions.clamp(*PRECISION))
-                sigma = tuned.sigma.clamp(*SIGMA) if laplace.has_noise else sigma
-                value = float(tuned.log_marginal)
+                prior, sigma, value = _reestimated(evidence, prior, sigma, UPDATES)
                 score = value if validation is None else -self.held_out(laplace, prior, sigma, validation)
                 if best is None or score > best[0]:
                     best = score, prior, sigma, [p.detach().clone() for p in parameters]
@@ -254,10 +249,10 @@ class _Run:
             structure = "full" if fits else "kron"
         laplace = self.laplace(structure)
         laplace.fit(self.batches(), generator=self.generator)
-        tuned = adam(laplace.evidence, prior, sigma, HYPER_STEPS, HYPER_RATE)
-        laplace.prior_precision = tuned.prior.precisions.clamp(*PRECISION)
+        prior, sigma, _ = _reestimated(laplace.evidence, prior, sigma, FINAL_UPDATES)
+        laplace.prior_precision = prior.precisions
         if laplace.has_noise:
-            laplace.sigma_noise = tuned.sigma.clamp(*SIGMA)
+            laplace.sigma_noise = sigma
         return laplace
 
 
@@ -282,13 +277,34 @@ def _scaled(evidence: Evidence, scale: float) -> Evidence:
     return replace(evidence, curvature=evidence.curvature * scale, fit=more)
 
 
+@torch.no_grad()
+def _reestimated(evidence: Evidence, prior: Prior, sigma: Tensor, updates: int) -> tuple[Prior, Tensor, float]:
+    """MacKay's updates, no further than a factor e at a time, as the weights are not yet at their mode; log Z after.
+
+    alpha = gamma / |theta|^2 per layer, and sigma^2 = SSE / (N - gamma): where the structure counts nearly as many
+    determined parameters as there are targets, a tenth of the targets is still left to estimate the noise from.
+    """
+    squares = prior.sums(evidence.mean.square()).clamp_min(torch.finfo(prior.precisions.dtype).tiny)
+    for _ in range(updates):
+        gamma = evidence.effective_parameters(prior, sigma).clamp_min(0)
+        if isinstance(fit := evidence.fit, GaussianFit):
+            left = (fit.targets - gamma.sum()).clamp_min(fit.targets / 10)
+            sigma = _near((fit.squares / left).sqrt(), sigma, SIGMA)
+        prior = prior.with_precisions(_near(gamma / squares, prior.precisions, PRECISION))
+    return prior, sigma, float(evidence.log_marginal(prior, sigma))
+
+
+def _near(value: Tensor, before: Tensor, bounds: tuple[float, float]) -> Tensor:
+    return value.clamp(before / e, before * e).clamp(*bounds)
+
+
 def _batch_size(rows: int) -> int:
     """About sixteen steps an epoch, between 32 and 4096 rows each: a power of two."""
     return 2 ** min(12, max(5, round(log2(rows / 16))))
 
 
-def _checked(x: Tensor, y: Tensor, task: str, spec: Spec) -> Tensor:
-    """The targets as the likelihood takes them: [N, C] float32, or [N] class numbers."""
+def _checked(x: Tensor, y: Tensor, task: str, spec: Spec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs and targets as network and likelihood take them: y is [N, C] of `dtype`, or [N] class numbers."""
     if task not in ("regression", "classification"):
         raise OptionError(f"unknown task {task!r}; expected 'regression' or 'classification'.")
     if x.dim() != 2 or x.shape[1] != spec.inputs or not len(x) or len(x) != len(y):
@@ -298,10 +314,10 @@ def _checked(x: Tensor, y: Tensor, task: str, spec: Spec) -> Tensor:
     if not bool(torch.isfinite(x).all()):
         raise DataError("x holds NaN or infinite values; expected finite ones. Fill in or leave out missing values.")
     if task == "regression":
-        y = y.float().reshape(len(y), -1)
+        y = y.to(dtype).reshape(len(y), -1)
         if y.shape[1] != spec.outputs or not bool(torch.isfinite(y).all()):
             raise DataError(f"y has {y.shape[1]} targets a row, or NaN; expected {spec.outputs}, all of them finite.")
-        return y
+        return x.to(dtype), y
     if y.dim() != 1 or y.dtype.is_floating_point or int(y.min()) < 0 or int(y.max()) >= spec.outputs:
         raise DataError(f"y is {y.dtype} of shape {tuple(y.shape)}; expected class numbers 0 .. {spec.outputs - 1}.")
-    return y.long()
+    return x.to(dtype), y.long()
