@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
+# Processes that share the tests.
+WORKERS ?= 2
 
 python := $(VENV)/bin/python
 stamp := $(VENV)/.installed
@@ -34,7 +36,7 @@ demo: $(stamp) ## a posterior in under a minute; writes docs/images/demo.png
 	$(python) -m lapwing.applications.demo
 
 test: $(stamp) ## tests and doctests, warnings are errors
-	$(python) -m pytest
+	$(python) -m pytest -n $(WORKERS)
 
 lint: style types imports ## style, types and the direction of imports
 
