@@ -39,6 +39,10 @@ class OptionError(LapwingError, ValueError):
     """An option of the public face that is unknown, or that does not go with the others."""
 
 
+class StorageError(LapwingError, ValueError):
+    """A file that is truncated, damaged, not ours, of a later version or of something else; or one not written."""
+
+
 class NotFittedError(LapwingError, RuntimeError):
     """A posterior was asked for something before it has seen data."""
 

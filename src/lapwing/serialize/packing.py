@@ -1,4 +1,4 @@
-"""Curvatures and the like as plain data, and back: tensors by name, and a description of numbers and strings.
+"""Curvatures and likelihoods as plain data, and back: tensors by name, and a description of numbers and strings.
 
     pack(object)            -> (description, {name: tensor})
     unpack(description, tensors) -> the object
@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lapwing import linalg
+from lapwing import likelihoods, linalg
 from lapwing.errors import DataError
 from lapwing.evidence import GaussianFit
 from lapwing.linalg import dual, factors, low_rank, row_set, rows
@@ -51,6 +51,12 @@ register(
     dual.Dual,
     row_set.RowSet,
     GaussianFit,
+    likelihoods.Bernoulli,
+    likelihoods.BernoulliMixture,
+    likelihoods.Categorical,
+    likelihoods.Gaussian,
+    likelihoods.HeteroscedasticGaussian,
+    likelihoods.Poisson,
 )
 
 
@@ -66,6 +72,9 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {"tensor": path}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, dual.Dual) and value.multiple is not None:  # the one structure whose scale stands apart
+        root = value.scale.detach().sqrt().expand(value.rows.count)
+        value = dual.Dual(value.rows, root if value.roots is None else value.roots * root)
     if isinstance(value, (tuple, list)):
         return {"items": [_pack(item, _join(path, str(i)), tensors) for i, item in enumerate(value)]}
     if is_dataclass(value) and KINDS.get(type(value).__name__) is type(value):
@@ -89,15 +98,20 @@ def unpack(description: Any, tensors: Mapping[str, Tensor]) -> Any:
         raise DataError(f"found {type(description).__name__} in a description; expected what `pack` returns.")
     if "tensor" in description:
         name = description["tensor"]
-        if name not in tensors:
+        if not isinstance(name, str) or name not in tensors:
             raise DataError(f"the tensor {name!r} is missing; expected all that the description names.")
         return tensors[name]
     if "items" in description:
-        return tuple(unpack(item, tensors) for item in description["items"])
-    kind = KINDS.get(str(description.get("kind")))
+        items = description["items"]
+        if not isinstance(items, list):
+            raise DataError(f"the items are a {type(items).__name__}; expected a list, as `pack` returns.")
+        return tuple(unpack(item, tensors) for item in items)
+    kind, inside = KINDS.get(str(description.get("kind"))), description.get("fields")
     if kind is None:
         raise DataError(f"unknown kind {description.get('kind')!r}; expected one of {sorted(KINDS)}.")
-    parts = {name: unpack(part, tensors) for name, part in description["fields"].items()}
+    if not isinstance(inside, dict):
+        raise DataError(f"the fields of {kind.__name__} are a {type(inside).__name__}; expected a mapping.")
+    parts = {name: unpack(part, tensors) for name, part in inside.items()}
     try:
         return kind(**parts)
     except TypeError as error:
