@@ -124,7 +124,7 @@ def picture(
     precisions: dict[str, float],
 ) -> Figure:
     """Scores of the methods next to the source's; entropies out of distribution; NLL against the precision."""
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6.4))
+    figure, axes = plt.subplots(2, 3, figsize=(12, 6.8))
     names = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "auroc_entropy": "OOD-AUROC (entropy)"}
     methods = {"map": "MAP", "sampled": "sampled", "linearised": "linearised"}
     colours = {"map": COLOURS["map"], "sampled": COLOURS["sampled"], "linearised": COLOURS["laplace"]}
@@ -148,10 +148,11 @@ def picture(
         if key in ("accuracy", "auroc_entropy"):
             low = min(table[m][key] for table in (SOURCE, *found.values()) for m in methods)
             axis.set_ylim(max(0.0, low - 0.05), 1)
-    axes[0, 2].legend(
+    figure.legend(
         [plt.Rectangle((0, 0), 1, 1, fc="grey", alpha=a, hatch=h, ec="white") for h, a in series.values()],
         ["source", "ours, precision by evidence", "ours, precision by validation"],
-        loc="upper right",
+        loc="outside upper center",
+        ncols=3,
     )
     axis = axes[1, 1]
     for method, label in methods.items():
@@ -164,7 +165,7 @@ def picture(
             label=label,
         )
     axis.set(title="MNIST: entropy (precision by evidence)", xlabel="nats", ylabel="density", yscale="log")
-    axis.legend(loc="lower center")
+    axis.legend(loc="upper center")
     axis = axes[1, 2]
     at = [row["precision"] for row in swept]
     axis.axhline(start_nll, color=colours["map"], label="MAP")
@@ -174,6 +175,8 @@ def picture(
         label = {"marglik": "by evidence", "gridsearch": "by validation"}[name]
         axis.axvline(precisions[name], color="grey", linestyle=style, label=label)
     axis.set(title="NLL against the prior precision", xlabel="prior precision", xscale="log", yscale="log")
+    axis.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+    axis.minorticks_off()
     axis.legend(loc="upper right")
     return figure
 
