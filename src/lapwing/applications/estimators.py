@@ -1,0 +1,246 @@
+"""scikit-learn estimators: a network with a Laplace posterior that needs no tuning by hand.
+
+    LaplaceRegressor     predict(X, return_std=True) -> mean [N] or [N, C], standard deviation of the same shape
+    LaplaceClassifier    predict_proba(X) -> [N, C]; predict(X) -> labels [N]
+
+Inputs (and targets of a regression) are standardised inside; prior and noise are tuned by the evidence on the training
+data, so there is no validation set. All arithmetic is in float64. Needs scikit-learn: `pip install lapwing[tabular]`.
+
+    >>> import numpy as np
+    >>> X = np.linspace(-2, 2, 40).reshape(-1, 1)
+    >>> found = LaplaceRegressor(width=10, depth=1, epochs=200, random_state=0).fit(X, X[:, 0] ** 2)
+    >>> mean, std = found.predict([[0.5], [6.0]], return_std=True)
+    >>> bool(std[1] > 5 * std[0])                                  # far from the data it does not know
+    True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lapwing.applications.network import Spec, build, train
+from lapwing.errors import DataError, OptionError
+from lapwing.laplace import BaseLaplace, Laplace
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+except ImportError as error:
+    raise ImportError(
+        f"lapwing.applications.estimators needs scikit-learn 1.6 or later, and found: {error}. Install it with "
+        "pip install 'lapwing[tabular]'; everything else in lapwing works without it."
+    ) from error
+
+ROWS = 4096
+"""Rows that are predicted at a time, so that memory stays bounded."""
+
+
+class _Estimator(BaseEstimator):
+    """What both share. Arguments are stored as they come and checked by `fit`, as scikit-learn asks."""
+
+    _task: str
+
+    def __init__(
+        self,
+        width: Any = 50,
+        depth: Any = 2,
+        kind: Any = "mlp",
+        activation: Any = "tanh",
+        epochs: Any = None,
+        batch_size: Any = None,
+        structure: Any = "auto",
+        random_state: Any = None,
+    ) -> None:
+        self.width = width
+        self.depth = depth
+        self.kind = kind
+        self.activation = activation
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.structure = structure
+        self.random_state = random_state
+
+    # -- fitting -----------------------------------------------------------------------------------------------------
+
+    def _train(self, X: np.ndarray, y: Tensor, outputs: int) -> None:
+        """Everything learned: standardisation of X, model_ and laplace_."""
+        self._x_mean, self._x_scale = _standards(X)
+        x = self._inputs(X)
+        spec = Spec(x.shape[1], outputs, self.width, self.depth, self.kind, self.activation)
+        seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
+        options = {"epochs": self.epochs, "batch_size": self.batch_size, "structure": self.structure}
+        options["dtype"] = torch.float64  # predictions that do not depend on how rows are batched
+        self.model_, self.laplace_ = train(x, y, self._task, spec, seed=seed, **options)
+        self.spec_ = spec
+        with torch.no_grad():
+            self.log_marginal_likelihood_ = float(self.laplace_.log_marginal_likelihood())
+
+    def _inputs(self, X: np.ndarray) -> Tensor:
+        return torch.from_numpy((X.astype(np.float64) - self._x_mean) / self._x_scale)
+
+    def _checked(self, X: Any) -> Tensor:
+        check_is_fitted(self)
+        X = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
+        return self._inputs(cast(np.ndarray, X))
+
+    def _generator(self, n_samples: Any, random_state: Any) -> torch.Generator:
+        if isinstance(n_samples, bool) or not isinstance(n_samples, (int, np.integer)) or n_samples < 1:
+            raise OptionError(f"n_samples is {n_samples!r}; expected a whole number >= 1.")
+        seed = int(check_random_state(random_state).randint(np.iinfo(np.int32).max))
+        return torch.Generator().manual_seed(seed)
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Network and posterior as plain tensors and numbers: no objects of torch or lapwing that may change."""
+        state = {**cast(dict[str, Any], super().__getstate__())}
+        model, laplace = state.pop("model_", None), state.pop("laplace_", None)
+        if laplace is not None:
+            state["spec_"] = asdict(self.spec_)
+            state["_weights"] = dict(model.state_dict())
+            state["_posterior"] = laplace.structure, laplace.state_dict()
+        return state
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        kept = dict(state)
+        weights, posterior = kept.pop("_weights", None), kept.pop("_posterior", None)
+        super().__setstate__(kept)
+        if weights is not None:
+            self.spec_ = Spec(**kept["spec_"])
+            self.model_, self.laplace_ = _rebuilt(self.spec_, self._task, weights, *posterior)
+
+
+class LaplaceRegressor(RegressorMixin, _Estimator):
+    """Regression by a network whose weights have a Laplace posterior; one target or several.
+
+    `width`, `depth`, `kind` ("mlp", "resnet") and `activation` ("tanh", "relu", "silu") say what the network is;
+    `epochs` and `batch_size` None choose themselves by the number of rows; `structure` of the posterior is "auto",
+    "full", "kron" or "diag".
+
+    After `fit`: `model_` and `laplace_` (in standardised units), `sigma_` (the noise level, in units of the target),
+    `log_marginal_likelihood_` (of the targets as they were given), `n_features_in_`, `feature_names_in_`.
+    """
+
+    _task = "regression"
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def fit(self, X: Any, y: Any) -> LaplaceRegressor:
+        X, y = validate_data(
+            self, X, y, dtype=[np.float64, np.float32], multi_output=True, y_numeric=True, ensure_min_samples=2
+        )
+        y = np.asarray(y, dtype=np.float64)
+        self._single = y.ndim == 1
+        y = y.reshape(len(y), -1)
+        self._y_mean, self._y_scale = _standards(y)
+        self._train(X, torch.from_numpy((y - self._y_mean) / self._y_scale), y.shape[1])
+        sigma = float(self.laplace_.sigma_noise) * self._y_scale
+        self.sigma_ = float(sigma[0]) if self._single else sigma
+        # the density of y is that of the standardised y over the scale
+        self.log_marginal_likelihood_ -= len(y) * float(np.log(self._y_scale).sum())
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """The mean, and with `return_std` the standard deviation of a new observation.
+
+        The latter holds both what the weights leave open and the noise: the noise alone is `sigma_`, and the weights'
+        share is sqrt(std^2 - sigma_^2).
+        """
+        x = self._checked(X)
+        parts = [self.laplace_(part, diagonal_output=True) for part in x.split(ROWS)] if return_std else None
+        if parts is None:
+            with torch.no_grad():
+                return self._shaped(torch.cat([self.model_(part) for part in x.split(ROWS)]).numpy())
+        mean = torch.cat([each[0] for each in parts]).numpy()
+        variance = torch.cat([each[1] for each in parts]) + self.laplace_.sigma_noise**2
+        return self._shaped(mean), self._shaped(variance.sqrt().numpy(), shift=False)
+
+    def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
+        """Draws of new observations, [N, n_samples] or [N, C, n_samples]: one draw of the weights moves all rows."""
+        x, generator = self._checked(X), self._generator(n_samples, random_state)
+        drawn = self.laplace_.functional_samples(x, n_samples=int(n_samples), generator=generator)
+        noise = torch.randn(drawn.shape, dtype=drawn.dtype, generator=generator)
+        drawn = (drawn + self.laplace_.sigma_noise * noise).numpy() * self._y_scale + self._y_mean  # [S, N, C]
+        drawn = drawn.transpose(1, 2, 0)
+        return drawn[:, 0] if self._single else drawn
+
+    def _shaped(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
+        values = values * self._y_scale + (self._y_mean if shift else 0.0)
+        return values[:, 0] if self._single else values
+
+
+class LaplaceClassifier(ClassifierMixin, _Estimator):
+    """Classification by a network whose weights have a Laplace posterior; labels of any kind.
+
+    Arguments as for `LaplaceRegressor`. After `fit`: `classes_`, `model_`, `laplace_`, `log_marginal_likelihood_`,
+    `n_features_in_`, `feature_names_in_`.
+    """
+
+    _task = "classification"
+
+    def fit(self, X: Any, y: Any) -> LaplaceClassifier:
+        X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2)
+        y = column_or_1d(y, warn=True)
+        check_classification_targets(y)
+        self.classes_, numbers = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise DataError(
+                f"y has one class, {self.classes_[0]!r}; expected two or more. A classifier has nothing to tell apart."
+            )
+        self._train(X, torch.from_numpy(numbers.astype(np.int64)), len(self.classes_))
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Probability of each class, [N, C], in the order of `classes_`."""
+        x = self._checked(X)
+        found = torch.cat([_tensor(self.laplace_(part)) for part in x.split(ROWS)]).double()
+        return (found / found.sum(1, keepdim=True)).numpy()
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable label."""
+        probabilities = self.predict_proba(X)
+        return self.classes_[probabilities.argmax(1)]
+
+    def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
+        """Draws of labels, [N, n_samples]: one draw of the weights moves all rows, and each row draws its label."""
+        x, generator = self._checked(X), self._generator(n_samples, random_state)
+        drawn = self.laplace_.predictive_samples(x, n_samples=int(n_samples), generator=generator)  # [S, N, C]
+        labels = torch.multinomial(drawn.flatten(0, 1), 1, generator=generator).reshape(drawn.shape[:2])
+        return self.classes_[labels.numpy().T]
+
+
+# -- details --------------------------------------------------------------------------------------------------------
+
+
+def _standards(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and scale of each column; a column that is constant, to rounding, keeps the scale 1."""
+    values = values.astype(np.float64)
+    mean, scale = values.mean(0), values.std(0)
+    constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(mean)
+    return mean, np.where(constant, 1.0, scale)
+
+
+def _tensor(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _rebuilt(
+    spec: Spec, task: str, weights: Mapping[str, Tensor], structure: str, posterior: Mapping[str, Any]
+) -> tuple[nn.Module, BaseLaplace]:
+    model = build(spec, torch.Generator(), dtype=torch.float64)
+    model.load_state_dict(weights)
+    laplace = Laplace(model, task, "all", structure)
+    laplace.load_state_dict(posterior)
+    return model, laplace
