@@ -1,0 +1,223 @@
+"""What a posterior predicts for held-out data, gathered over a loader: plain float64 vectors, no network any more.
+
+    Numbers   n targets: mean, epistemic and noise standard deviation [n]
+    Classes   n targets: probabilities of the network as trained and of the posterior [n, C]
+
+Outputs of any shape are laid out flat; `row` says which row of the data an entry is of. Memory O(n C); one
+linearisation per batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lapwing.errors import DataError, LikelihoodError
+from lapwing.estimate.passes import check_loss
+from lapwing.laplace import BaseLaplace
+from lapwing.laplace.data import Pairs
+from lapwing.laplace.predictions import moments, predicted, probabilities
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from lapwing.metrics import entropy
+from lapwing.tangent.inputs import batch_size
+
+OUTSIDE_ROWS = 1000
+"""How many unfamiliar inputs are made where none are given."""
+SHOWN_COLUMNS = 5
+"""Input columns that are kept for the table of uncertain rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Numbers that were to be predicted, and what was predicted."""
+
+    targets: Float[Tensor, " n"]
+    mean: Float[Tensor, " n"]
+    epistemic: Float[Tensor, " n"]
+    noise: Float[Tensor, " n"]
+
+    @property
+    def deviation(self) -> Float[Tensor, " n"]:
+        """Of a new observation: what the weights leave open, and the noise."""
+        return (self.epistemic.square() + self.noise.square()).sqrt()
+
+    @property
+    def uncertainty(self) -> Float[Tensor, " n"]:
+        return self.epistemic
+
+    def rescaled(self, scale: float, shift: float) -> Numbers:
+        """In other units: value * scale + shift."""
+        spread = self.epistemic * scale, self.noise * scale
+        return Numbers(self.targets * scale + shift, self.mean * scale + shift, *spread)
+
+
+@dataclass(frozen=True, eq=False)
+class Classes:
+    """Classes that were to be predicted, and the probabilities they were given."""
+
+    targets: Int[Tensor, " n"]
+    network: Float[Tensor, "n classes"]
+    probabilities: Float[Tensor, "n classes"]
+
+    @property
+    def uncertainty(self) -> Float[Tensor, " n"]:
+        return entropy(self.probabilities)
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """Predictions for a loader, the uncertainty of unfamiliar inputs, and the first columns of the rows."""
+
+    data: Numbers | Classes
+    row: Int[Tensor, " n"]
+    outside: Float[Tensor, " m"] | None
+    outside_network: Float[Tensor, " m"] | None
+    outside_is_made: bool
+    columns: Float[Tensor, "rows shown"] | None
+
+    @property
+    def rows(self) -> int:
+        """How many rows of data were seen."""
+        return int(self.row[-1]) + 1 if len(self.row) else 0
+
+    def rescaled(self, scale: float, shift: float) -> Observed:
+        if isinstance(self.data, Classes):
+            return self
+        outside = None if self.outside is None else self.outside * scale
+        return replace(self, data=self.data.rescaled(scale, shift), outside=outside)
+
+
+def observe(
+    la: BaseLaplace,
+    loader: Iterable[Any],
+    outside: Tensor | Iterable[Any] | None = None,
+    *,
+    keep_columns: bool = False,
+    seed: int = 0,
+) -> Observed:
+    """One pass over the loader, and one over `outside`: batches of inputs, with or without targets.
+
+    Without `outside` unfamiliar inputs are made of those in the loader, where they are tensors of real numbers.
+    """
+    _ = la.posterior
+    generator = torch.Generator().manual_seed(seed)
+    found, made, columns, row, rows = [], [], [], [], 0
+    for x, y in map(_pair, Pairs(loader, la.dict_key_y, la.space.device)):
+        data, at = _predict(la, x, y)
+        found.append(data)
+        row.append(at + rows)
+        rows += batch_size(x)
+        if keep_columns and isinstance(x, Tensor) and x.dim() == 2:
+            columns.append(x[:, :SHOWN_COLUMNS].detach().double().cpu())
+        if outside is None and sum(map(len, made)) < OUTSIDE_ROWS and _can_be_disturbed(x):
+            made.append(disturbed(x[:OUTSIDE_ROWS], generator))
+    if not found:
+        raise DataError("the loader yields no batch; expected at least one (x, y) pair. Check the dataset.")
+    data = _joined(found)
+    unfamiliar = made if outside is None else list(_inputs(outside, la))
+    scores = [_spread(la, x) for x in unfamiliar]
+    networks = [network for _, network in scores if network is not None]
+    return Observed(
+        data,
+        torch.cat(row),
+        outside=torch.cat([score for score, _ in scores]) if scores else None,
+        outside_network=torch.cat(networks) if networks else None,
+        outside_is_made=outside is None,
+        columns=torch.cat(columns) if columns else None,
+    )
+
+
+def disturbed(x: Float[Tensor, "batch *features"], generator: torch.Generator) -> Float[Tensor, "batch *features"]:
+    """Every feature shuffled over the rows on its own, then moved three times as far from its mean as it was."""
+    flat = x.detach().flatten(1)
+    order = torch.rand(flat.shape, generator=generator).argsort(0).to(flat.device)
+    shuffled = flat.gather(0, order)
+    centre = shuffled.mean(0)
+    return (centre + 3 * (shuffled - centre)).reshape(x.shape)
+
+
+def _can_be_disturbed(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() >= 2 and x.is_floating_point() and len(x) > 1
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise DataError(
+            f"a batch is a {type(batch).__name__}; expected a pair (x, y): a report compares predictions with targets."
+        )
+    return batch[0], batch[1]
+
+
+def _inputs(outside: Tensor | Iterable[Any], la: BaseLaplace) -> Iterator[Any]:
+    batches: Iterable[Any] = outside.split(500) if isinstance(outside, Tensor) else outside
+    for batch in batches:
+        yield batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
+
+
+def _predict(la: BaseLaplace, x: Any, y: Tensor) -> tuple[Numbers | Classes, Int[Tensor, " n"]]:
+    """The entries of a batch, and the row within the batch that each is of."""
+    likelihood = la.distribution
+    with torch.no_grad():
+        linear = la.linearise(x)
+        check_loss(likelihood, linear.value, y)
+        if isinstance(likelihood, (Categorical, Bernoulli)):
+            both = predicted(likelihood, linear.value, 0), probabilities(la.posterior, linear, likelihood)
+            network, posterior = (_distribution(likelihood, p) for p in both)
+            targets = y.flatten().long().cpu()
+            kept = (0 <= targets) & (targets < network.shape[-1])  # a target to be ignored is outside the classes
+            return Classes(targets[kept], network[kept], posterior[kept]), _rows(targets, len(y))[kept]
+        mean, variance, noise = _moments(la, linear)
+        targets = likelihood.to_last(y)
+    flat = [value.reshape(-1).double().cpu() for value in (targets, mean, variance.clamp_min(0).sqrt(), noise)]
+    return Numbers(*flat), _rows(flat[0], len(y))
+
+
+def _rows(entries: Tensor, rows: int) -> Int[Tensor, " n"]:
+    return torch.arange(len(entries)) // max(1, len(entries) // rows)
+
+
+def _spread(la: BaseLaplace, x: Any) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
+    """Uncertainty of inputs without targets: entropies of posterior and network, or epistemic deviations."""
+    likelihood = la.distribution
+    with torch.no_grad():
+        linear = la.linearise(x)
+        if isinstance(likelihood, (Categorical, Bernoulli)):
+            both = probabilities(la.posterior, linear, likelihood), predicted(likelihood, linear.value, 0)
+            posterior, network = (entropy(_distribution(likelihood, p)) for p in both)
+            return posterior, network
+        return _moments(la, linear)[1].clamp_min(0).sqrt().reshape(-1).double().cpu(), None
+
+
+def _distribution(likelihood: Categorical | Bernoulli, probability: Tensor) -> Float[Tensor, "n classes"]:
+    if isinstance(likelihood, Bernoulli):  # every label of its own is one of two classes
+        flat = probability.reshape(-1).double().cpu()
+        return torch.stack([1 - flat, flat], -1)
+    last = likelihood.to_last(probability)
+    flat = last.reshape(-1, last.shape[-1]).double().cpu()
+    return flat / flat.sum(-1, keepdim=True)
+
+
+def _moments(la: BaseLaplace, linear: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance of the function and deviation of the noise, with the class axis last."""
+    likelihood = la.distribution
+    mean, variance = (likelihood.to_last(value) for value in moments(la.posterior, linear, diagonal=True))
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        centre, log_variance = mean.chunk(2, -1)
+        return centre, variance.chunk(2, -1)[0], (log_variance / 2).exp()
+    if not isinstance(likelihood, Gaussian):
+        raise LikelihoodError(
+            f"the likelihood is {type(likelihood).__name__}; expected a Gaussian, a heteroscedastic Gaussian, classes "
+            "or binary labels, whose predictions a report can compare with targets."
+        )
+    sigma = la.sigma_noise if la.has_noise else torch.as_tensor(likelihood.sigma)
+    return mean, variance, sigma.to(mean).expand_as(mean)
+
+
+def _joined(found: Sequence[Numbers | Classes]) -> Numbers | Classes:
+    parts = list(zip(*(vars(each).values() for each in found), strict=True))
+    return type(found[0])(*(torch.cat(part) for part in parts))

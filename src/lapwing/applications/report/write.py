@@ -1,0 +1,129 @@
+"""report(la, loader, path): the page for any posterior, written in one go. Cost: one pass over the loader."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lapwing.applications.report import numbers
+from lapwing.applications.report.observe import SHOWN_COLUMNS, Classes, Observed, observe
+from lapwing.applications.report.page import number, render
+from lapwing.errors import DataError
+from lapwing.laplace import BaseLaplace
+
+Figures = dict[str, Any]
+
+
+def report(
+    la: BaseLaplace,
+    loader: Iterable[Any],
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] | None = None,
+    classes: Sequence[str] | None = None,
+    out_of_distribution: Tensor | Iterable[Any] | None = None,
+    title: str | None = None,
+) -> Figures:
+    """Writes one self-contained HTML page about a fitted posterior, and returns its figures.
+
+    `loader` yields (x, y) that were not used for training. `names` are those of the input columns, `classes` those of
+    the classes. `out_of_distribution` is a tensor of inputs, or batches of them; without it unfamiliar inputs are made
+    by shuffling and stretching the columns, and the page says so. The model is not changed.
+    """
+    observed = observe(la, loader, out_of_distribution, keep_columns=names is not None)
+    figures = collect(la, observed, names=names, classes=classes, title=title)
+    write(path, render(figures))
+    return figures
+
+
+def collect(
+    la: BaseLaplace,
+    observed: Observed,
+    *,
+    names: Sequence[str] | None = None,
+    classes: Sequence[str] | None = None,
+    title: str | None = None,
+    conformal: Figures | None = None,
+    facts: Sequence[str] = (),
+    choices: Sequence[str] = (),
+) -> Figures:
+    """All figures of a report, ready for JSON."""
+    data = observed.data
+    if not len(data.targets):
+        raise DataError("the loader has no row with a target; expected at least one. Check the dataset.")
+    if not bool(data.uncertainty.isfinite().all()):
+        raise DataError("a prediction is not finite; expected numbers. Check the inputs for missing or huge values.")
+    task = "classification" if isinstance(data, Classes) else "regression"
+    calibration = (
+        {"reliability": numbers.reliability(data)}
+        if isinstance(data, Classes)
+        else {"transform": numbers.transform(data)}
+    )
+    rows = numbers.uncertain(observed)
+    if observed.columns is not None:
+        rows = [row | {"columns": [number(v) for v in observed.columns[row["row"]].tolist()]} for row in rows]
+    own = [f"Structure: {la.reason}."] if la.reason and not la.choices else []
+    return {
+        "title": title or f"{type(la.model).__name__} with error bars",
+        "version": _version(),
+        "task": task,
+        "rows": observed.rows,
+        "facts": [*facts, *_facts(la, observed)],
+        "summary": numbers.summary(data),
+        **calibration,
+        "coverage": numbers.coverage(data, conformal),
+        "errors": numbers.errors(data),
+        "unfamiliar": numbers.unfamiliar(observed),
+        "evidence": numbers.evidence(la),
+        "effective": numbers.effective(la),
+        "uncertain": rows,
+        "columns": [str(name) for name in (names or ())][: SHOWN_COLUMNS if observed.columns is not None else 0],
+        "classes": [str(name) for name in classes] if classes is not None else None,
+        "choices": [*choices, *la.choices, *own],
+    }
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """The file appears whole or not at all."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise DataError(
+            f"cannot write {target}: {error.strerror}; expected a folder that can be written to."
+        ) from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException as error:
+        Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise DataError(f"cannot write {target}: {error.strerror}; expected a file name.") from error
+        raise
+
+
+def _facts(la: BaseLaplace, observed: Observed) -> list[str]:
+    facts = [
+        f"{observed.rows:,} rows looked at, {la.n_data:,} learnt from",
+        f"{type(la.model).__name__} with {sum(p.numel() for p in la.model.parameters()):,} parameters",
+        f"{type(la).__name__} over {la.space.size:,} of them",
+    ]
+    if la.has_noise:
+        facts.append(f"noise level {float(la.sigma_noise):.3g}")
+    return facts
+
+
+def _version() -> str:
+    try:
+        return version("lapwing")
+    except PackageNotFoundError:
+        return "0+unknown"
