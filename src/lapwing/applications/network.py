@@ -32,7 +32,8 @@ from lapwing.metrics import gaussian_nll, nll
 from lapwing.priors import Prior
 
 EVIDENCE_ROWS = 20_000
-FULL_WEIGHTS, FULL_WORK = 3_000, 2e11
+FULL_WEIGHTS, FULL_WORK, FACTOR = 3_000, 2e11, 2_000
+"""The full matrix up to so many weights and so much work N C P^2; Kronecker factors up to this size; else diagonal."""
 SIGMA = 1e-3, 10.0
 """Noise levels that a standardised target can have; a smaller one would be about the rounding of float32."""
 PRECISION = 1e-4, 1e6
@@ -69,6 +70,11 @@ class Spec:
         for name, known in (("kind", KINDS), ("activation", tuple(ACTIVATIONS))):
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} of a network is {getattr(self, name)!r}; expected one of {list(known)}.")
+
+    @property
+    def widest(self) -> int:
+        """The largest number of units of any layer: the size of the largest Kronecker factor."""
+        return max(self.inputs, self.outputs, self.width)
 
 
 class Residual(nn.Module):
@@ -113,7 +119,7 @@ def build(spec: Spec, generator: torch.Generator | None = None, *, dtype: torch.
 
 @dataclass(frozen=True)
 class Progress:
-    """What a callback is told after an epoch: `loss` per row; `log_marginal` where the evidence was evaluated."""
+    """What a callback is told after an epoch: `loss` per row, and the evidence where it was evaluated."""
 
     epoch: int
     epochs: int
@@ -151,7 +157,8 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     model = build(spec, generator, dtype=dtype)
     per_epoch = ceil(len(x) / size)
-    run = _Run(model, x, y, task, ceil(STEPS / per_epoch) if epochs is None else epochs, size, generator)
+    epochs = ceil(STEPS / per_epoch) if epochs is None else epochs
+    run = _Run(model, spec, x, y, task, epochs, size, generator)
     prior, sigma = run.climb(validation, callback)
     return model.eval(), run.posterior(prior, sigma, structure)
 
@@ -161,6 +168,7 @@ class _Run:
     """What does not change while a network is trained."""
 
     model: nn.Module
+    spec: Spec
     x: Tensor
     y: Tensor
     task: str
@@ -172,12 +180,13 @@ class _Run:
         self, validation: tuple[Tensor, Tensor] | None, callback: Callable[[Progress], object] | None
     ) -> tuple[Prior, Tensor]:
         """Trains the model in place; prior and noise of the weights that were kept."""
-        laplace = self.laplace("kron")
+        laplace = self.laplace("kron" if self.spec.widest <= FACTOR else "diag")
         prior = Prior.layerwise(laplace.space, 1.0)
         sigma = torch.ones((), dtype=self.x.dtype)
         parameters = list(self.model.parameters())
         optimiser = torch.optim.Adam(parameters, lr=RATE)
-        every = ceil(self.epochs / ROUNDS)
+        # the decomposition of a wide factor takes seconds
+        every = ceil(self.epochs / (ROUNDS if self.spec.widest <= 500 else ROUNDS // 4))
         rows = torch.randperm(len(self.x), generator=self.generator)[:EVIDENCE_ROWS].sort().values
         best: tuple[float, Prior, Tensor, list[Tensor]] | None = None
         for epoch in range(1, self.epochs + 1):
@@ -204,16 +213,18 @@ class _Run:
 
     def epoch(self, optimiser: torch.optim.Optimizer, prior: Prior, sigma: float) -> float:
         """One pass of steps, at unit noise, so that a rate means the same whatever sigma is; the mean loss."""
-        decay = prior.precision() * (sigma**2 / len(self.x))
-        groups = list(zip(self.model.parameters(), _split(decay, self.model), strict=True))
+        scale = sigma**2 / len(self.x)
+        decay = [float(part[0]) * scale for part in _split(prior.precision().expand(prior.size), self.model)]
         total = 0.0
         for rows in torch.randperm(len(self.x), generator=self.generator).split(self.size):
             optimiser.zero_grad()
             f, y = self.model(self.x[rows]), self.y[rows]
             regression = self.task == "regression"
-            fit = (f - y).square().sum() / (2 * len(rows)) if regression else nn.functional.cross_entropy(f, y)
-            loss = fit + sum((d * p.square()).sum() for p, d in groups) / 2
+            loss = (f - y).square().sum() / (2 * len(rows)) if regression else nn.functional.cross_entropy(f, y)
             loss.backward()
+            for parameter, strength in zip(self.model.parameters(), decay, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.add_(parameter.detach(), alpha=strength)
             optimiser.step()
             total += float(loss.detach()) * len(rows)
         return total / len(self.x)
@@ -226,8 +237,7 @@ class _Run:
 
     def laplace(self, structure: str) -> BaseLaplace:
         # exact factors cost a backward pass per output, one draw per row costs one in all
-        outputs = self.y.shape[1] if self.task == "regression" else int(self.y.max()) + 1
-        source = "mc" if outputs > 20 else "exact"
+        source = "mc" if self.spec.outputs > 20 and structure == "kron" else "exact"
         return Laplace(self.model, self.task, "all", structure, estimator=source)
 
     def held_out(self, laplace: BaseLaplace, prior: Prior, sigma: Tensor, pair: tuple[Tensor, Tensor]) -> float:
@@ -243,10 +253,9 @@ class _Run:
     def posterior(self, prior: Prior, sigma: Tensor, structure: str) -> BaseLaplace:
         """The posterior of all rows; prior and noise go on from those of the training, under its own curvature."""
         weights = sum(p.numel() for p in self.model.parameters())
-        outputs = self.y.shape[1] if self.y.dim() > 1 else int(self.y.max()) + 1
         if structure == "auto":
-            fits = weights <= FULL_WEIGHTS and len(self.x) * outputs * weights**2 <= FULL_WORK
-            structure = "full" if fits else "kron"
+            fits = weights <= FULL_WEIGHTS and len(self.x) * self.spec.outputs * weights**2 <= FULL_WORK
+            structure = "full" if fits else "kron" if self.spec.widest <= FACTOR else "diag"
         laplace = self.laplace(structure)
         laplace.fit(self.batches(), generator=self.generator)
         prior, sigma, _ = _reestimated(laplace.evidence, prior, sigma, FINAL_UPDATES)
@@ -259,13 +268,9 @@ class _Run:
 # -- details --------------------------------------------------------------------------------------------------------
 
 
-def _split(flat: Tensor, model: nn.Module) -> list[Tensor]:
-    """A flat vector, or one number for all, in the shapes of the parameters."""
-    parameters = list(model.parameters())
-    if flat.numel() == 1:
-        return [flat.reshape(())] * len(parameters)
-    parts = flat.split([p.numel() for p in parameters])
-    return [part.reshape(p.shape) for part, p in zip(parts, parameters, strict=True)]
+def _split(flat: Float[Tensor, " params"], model: nn.Module) -> tuple[Tensor, ...]:
+    """A flat vector by parameter tensors."""
+    return flat.split([parameter.numel() for parameter in model.parameters()])
 
 
 def _scaled(evidence: Evidence, scale: float) -> Evidence:
@@ -299,8 +304,8 @@ def _near(value: Tensor, before: Tensor, bounds: tuple[float, float]) -> Tensor:
 
 
 def _batch_size(rows: int) -> int:
-    """About sixteen steps an epoch, between 32 and 4096 rows each: a power of two."""
-    return 2 ** min(12, max(5, round(log2(rows / 16))))
+    """About sixteen steps an epoch, between 16 and 4096 rows each: a power of two."""
+    return 2 ** min(12, max(4, round(log2(rows / 16))))
 
 
 def _checked(x: Tensor, y: Tensor, task: str, spec: Spec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
