@@ -165,7 +165,7 @@ def picture(
             label=label,
         )
     axis.set(title="MNIST: entropy (precision by evidence)", xlabel="nats", ylabel="density", yscale="log")
-    axis.legend(loc="upper center")
+    axis.legend(loc="lower left")
     axis = axes[1, 2]
     at = [row["precision"] for row in swept]
     axis.axhline(start_nll, color=colours["map"], label="MAP")
