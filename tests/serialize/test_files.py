@@ -128,14 +128,16 @@ def refused(path: Path) -> bool:
     return False
 
 
-def test_every_bit_flip_is_refused(path: Path) -> None:
+def test_every_bit_flip_is_refused(tmp_path: Path) -> None:
+    path, damaged = tmp_path / "a", tmp_path / "damaged"
+    some = "double", "by columns", "half", "bfloat16", "flags", "index"
+    write(path, {name: value for name, value in tensors().items() if name in some}, METADATA)
     raw = path.read_bytes()
-    damaged = path.with_name("damaged")
     for name, region in regions(path).items():
-        # bits of a long region are tried in turn: bit k of byte n where n + k is a multiple of 3
+        # every bit of a short region; of a long one, bit k of the bytes n where n + k is a multiple of 8
         for byte in region:
             for bit in range(8):
-                if len(region) > 100 and (byte + bit) % 3:
+                if len(region) > 100 and (byte + bit) % 8:
                     continue
                 flipped = bytearray(raw)
                 flipped[byte] ^= 1 << bit
@@ -367,7 +369,7 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "a.lapwing"
     write(path, {name: torch.zeros(200_000) for name in "ab"}, {"number": 0})
     partial, numbers = 0, []
-    for round_ in range(6):
+    for round_ in range(4):
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"

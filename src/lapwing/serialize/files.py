@@ -209,10 +209,11 @@ def read(path: AnyPath, device: str | torch.device = "cpu") -> tuple[dict[str, T
     try:
         with safe_open(path, framework="pt") as file:
             for name in hashes:
-                # a copy: the file may be replaced later, and memory of our own is aligned as that of any other tensor
-                tensor = file.get_tensor(name).clone()
+                tensor = file.get_tensor(name)
                 if sha256(tensor) != hashes[name]:
                     raise StorageError(f"{path} is damaged in the tensor {name!r}; expected other numbers. {_AGAIN}")
+                # a copy: the file may be replaced later, and memory of our own is aligned as that of any other tensor
+                tensor = tensor.clone()
                 if name in order:
                     tensor = tensor.permute(_back(order[name]))
                 tensors[name] = tensor.to(device)
