@@ -1,0 +1,313 @@
+"""A fitted table: how it is encoded, the network, its posterior, and what was calibrated. One file, without pickle.
+
+    bundle = Bundle.load("houses.lapwing")
+    bundle.predict("new.csv")        # pandas.DataFrame, one row per row, notes in `.attrs["notes"]`
+
+Amounts have the columns
+
+    mean, sd                          of the predictive distribution: sd^2 = sd_epistemic^2 + sd_noise^2
+    sd_epistemic, sd_noise            what more data would settle; what it would not
+    lower_90, upper_90                the Bayesian interval: 90 % probable, if the model is right
+    conformal_lower_90, ...upper_90   the split-conformal one: holds for 90 % of new rows from the same source
+    ood                               unlike the data: sd_epistemic above `bundle.ood.threshold`
+
+and classes prediction, p_<class>, entropy (in nats), sd_epistemic (of the logits), prediction_set (conformal), ood.
+Tables are read in chunks; memory is that of one chunk, and of the predictions unless they go to a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lapwing.applications import scoring
+from lapwing.applications.conformal import Conformal, Unfamiliar
+from lapwing.applications.network import Spec, build
+from lapwing.applications.reading import Frame, Table, find_column, open_table, pd
+from lapwing.applications.scoring import Row, Summary
+from lapwing.applications.table import Encoder, Notes
+from lapwing.applications.targets import Target, present
+from lapwing.errors import DataError, LapwingError, StorageError
+from lapwing.laplace import BaseLaplace
+from lapwing.laplace.face import CLASSES
+from lapwing.metrics import entropy
+from lapwing.predictive import probit
+from lapwing.serialize.files import read, write
+
+KIND, VERSION = "table", 1
+NUMBERS = 2**24
+"""Entries of a Jacobian [batch, outputs, weights] that are in memory at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Raw:
+    """What the network says of n rows: amounts in their own unit, or logits; function variance without noise."""
+
+    value: Float[Tensor, "n outputs"]
+    variance: Float[Tensor, "n outputs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """Everything that predicting from a table needs; made by `lapwing.applications.fitting.fit_table`."""
+
+    encoder: Encoder
+    target: Target
+    spec: Spec
+    model: nn.Module
+    la: BaseLaplace
+    conformal: Conformal
+    conformal_map: Conformal
+    ood: Unfamiliar
+    summary: Summary
+    notes: tuple[str, ...] = ()
+    seed: int = 0
+    """Of the split into rows to learn from, to calibrate and to test with."""
+
+    @property
+    def task(self) -> str:
+        return self.target.task
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; empty for amounts."""
+        return self.target.classes
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the observation noise of amounts, in their unit."""
+        return float(self.la.sigma_noise) * self.target.deviation
+
+    # -- predictions -------------------------------------------------------------------------------------------------
+
+    def predict(self, source: Any, chunk: int | None = None, level: float = 0.9) -> Frame:
+        """Predictions for every row of a path or data frame; see the head of this module for the columns."""
+        notes = Notes()
+        frames = list(self.predict_chunks(source, chunk, level, notes))
+        if not frames:
+            raise DataError(f"{open_table(source).name} has no rows; expected at least one to predict.")
+        out = pd.concat(frames)
+        out.attrs["notes"] = notes.listed()
+        return out
+
+    def predict_file(self, source: Any, out: str | Path, chunk: int | None = None, level: float = 0.9) -> list[str]:
+        """As `predict`, chunk by chunk into a CSV file, which appears when complete; remarks in words."""
+        notes, partial, rows = Notes(), Path(f"{out}.partial"), 0
+        try:
+            with partial.open("w", encoding="utf-8", newline="") as file:
+                for frame in self.predict_chunks(source, chunk, level, notes):
+                    frame.to_csv(file, header=not rows, index=False)
+                    rows += len(frame)
+            if not rows:
+                raise DataError(f"{open_table(source).name} has no rows; expected at least one to predict.")
+            os.replace(partial, out)
+        finally:
+            partial.unlink(missing_ok=True)
+        return notes.listed()
+
+    def predict_chunks(
+        self, source: Any, chunk: int | None = None, level: float = 0.9, notes: Notes | None = None
+    ) -> Iterator[Frame]:
+        """As `predict`, a frame per chunk of rows; remarks are added to `notes`."""
+        notes = Notes() if notes is None else notes
+        for frame, x in self.encoded(open_table(source), chunk, notes):
+            yield self.frame(self.raw(x), level, frame.index)
+
+    def encoded(
+        self, table: Table, chunk: int | None = None, notes: Notes | None = None, *, target: bool = False
+    ) -> Iterator[tuple[Frame, Float[Tensor, "rows inputs"]]]:
+        """Chunks of a table, and their inputs; with `target` its column is read as well."""
+        notes = Notes() if notes is None else notes
+        columns = self.encoder.check(table.columns, table.name)
+        extra = self.encoder.extra(table.columns, self.target.name)
+        if extra:
+            listed = ", ".join(repr(name) for name in extra[:5]) + (", ..." if len(extra) > 5 else "")
+            notes.say(f"{len(extra)} columns are not known to the model and are ignored: {listed}.")
+        text = list(self.encoder.text)
+        if target:
+            columns = [*columns, find_column(self.target.name, table.columns, table.name)]
+            text += [self.target.name] * (self.target.kind != "number")
+        for frame in table.chunks(columns, text=text, size=chunk):
+            yield frame, self.encoder(frame, notes)
+
+    def raw(self, x: Float[Tensor, "rows inputs"]) -> Raw:
+        """Outputs of the network and their variances under the posterior, a batch at a time."""
+        size = max(16, min(4096, NUMBERS // (self.la.n_params * self.target.outputs)))
+        values, variances = [], []
+        with torch.no_grad():
+            for part in x.split(size):
+                linear = self.la.linearise(part)
+                values.append(linear.value)
+                variances.append(self.la.posterior.precision.variances(linear).reshape(linear.value.shape))
+        value, variance = torch.cat(values).double(), torch.cat(variances).double().clamp_min(0)
+        if self.task == "regression":
+            value = value * self.target.deviation + self.target.mean
+            variance = variance * self.target.deviation**2
+        return Raw(value, variance)
+
+    def familiarity(self, raw: Raw) -> Float[Tensor, " rows"]:
+        """sd_epistemic: of the mean of an amount; of the logits of classes, the root mean square over classes."""
+        return raw.variance.mean(1).sqrt()
+
+    def deviation(self, raw: Raw) -> Float[Tensor, " rows"]:
+        """Standard deviation of the predictive distribution of an amount."""
+        return (raw.variance[:, 0] + self.noise**2).sqrt()
+
+    def probabilities(self, raw: Raw) -> Float[Tensor, "rows classes"]:
+        return probit(raw.value, raw.variance)
+
+    def frame(self, raw: Raw, level: float = 0.9, index: Any = None) -> Frame:
+        """Predictions as a table."""
+        known = self.familiarity(raw)
+        percent = f"{100 * level:g}"
+        if self.task == "regression":
+            mean, deviation = raw.value[:, 0], self.deviation(raw)
+            half = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)) * deviation
+            lower, upper = self.conformal.interval(mean, deviation, level)
+            columns: dict[str, Any] = {
+                "mean": mean,
+                "sd": deviation,
+                "sd_epistemic": known,
+                "sd_noise": torch.full_like(mean, self.noise),
+                f"lower_{percent}": mean - half,
+                f"upper_{percent}": mean + half,
+                f"conformal_lower_{percent}": lower,
+                f"conformal_upper_{percent}": upper,
+            }
+            columns = {name: column.numpy() for name, column in columns.items()}
+        else:
+            p = self.probabilities(raw)
+            names = np.array(self.classes, dtype=object)
+            sets = self.conformal.sets(p, level).numpy()
+            columns = {
+                "prediction": names[p.argmax(1).numpy()],
+                **{f"p_{name}": p[:, number].numpy() for number, name in enumerate(self.classes)},
+                "entropy": entropy(p).numpy(),
+                "sd_epistemic": known.numpy(),
+                "prediction_set": [" | ".join(names[inside]) for inside in sets],
+            }
+        return pd.DataFrame({**columns, "ood": (known > self.ood.threshold).numpy()}, index=index)
+
+    # -- scores ------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, source: Any, chunk: int | None = None) -> Summary:
+        """MAP against Laplace on any table that has the target; rows without a target are passed over."""
+        xs, ys = [], []
+        for frame, x in self.encoded(open_table(source), chunk, target=True):
+            y = self.target.encode(frame[self.target.name])
+            kept = torch.from_numpy(present(y))
+            xs.append(x[kept])
+            ys.append(torch.from_numpy(y)[kept])
+        if not sum(map(len, ys)):
+            raise DataError(
+                f"no row has a known value of {self.target.name!r}; expected some to score predictions with."
+            )
+        x, y = torch.cat(xs), torch.cat(ys)
+        return Summary(self.task, score(self, x, y), {"test": len(y)}, {})
+
+    def explain(self, level: float = 0.9) -> list[str]:
+        """What the task, the intervals and the flag mean, in words."""
+        classes = self.task == "classification"
+        return [self.target.reason, self.conformal.explain(level, classes), self.ood.explain(classes)]
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file; atomic."""
+        state = self.la.state_dict()
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"laplace.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+        tensors |= {"conformal": self.conformal.scores, "conformal_map": self.conformal_map.scores}
+        write(
+            path,
+            tensors,
+            {
+                "kind": KIND,
+                "kind_version": VERSION,
+                "encoder": self.encoder.to_dict(),
+                "target": self.target.to_dict(),
+                "spec": asdict(self.spec),
+                "laplace": {name: value for name, value in state.items() if not isinstance(value, Tensor)},
+                "ood": asdict(self.ood),
+                "summary": self.summary.to_dict(),
+                "notes": list(self.notes),
+                "seed": self.seed,
+            },
+        )
+
+    @staticmethod
+    def load(path: str | Path) -> Bundle:
+        """The bundle of a file; a damaged file, or one of something else, is refused with what is wrong."""
+        tensors, stored = read(path)
+        if stored.get("kind") != KIND:
+            raise StorageError(
+                f"{path} holds {stored.get('kind', 'something else')!r}; expected a model that was fitted to a table "
+                "with `lapwing fit`. A posterior of a network of your own is read with lapwing.load(path, model)."
+            )
+        if stored.get("kind_version") != VERSION:
+            raise StorageError(
+                f"{path} has version {stored.get('kind_version')} of a fitted table; expected {VERSION}. Use the "
+                "lapwing that wrote it, or fit again."
+            )
+        try:
+            return _restored(tensors, stored)
+        except (KeyError, TypeError, AttributeError, RuntimeError, LapwingError) as error:
+            raise StorageError(
+                f"{path} does not hold what a fitted table needs: {type(error).__name__}: {error}. Fit again."
+            ) from error
+
+
+def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundle:
+    spec, target = Spec(**stored["spec"]), Target.from_dict(stored["target"])
+    model = build(spec, torch.Generator())
+    model.load_state_dict(_under("model.", tensors))
+    known = {kind.__name__: kind for kind in CLASSES.values()}
+    laplace = known[stored["laplace"]["cls_name"]](model, target.task)
+    laplace.load_state_dict({**stored["laplace"], **_under("laplace.", tensors)})
+    return Bundle(
+        encoder=Encoder.from_dict(stored["encoder"]),
+        target=target,
+        spec=spec,
+        model=model,
+        la=laplace,
+        conformal=Conformal(tensors["conformal"]),
+        conformal_map=Conformal(tensors["conformal_map"]),
+        ood=Unfamiliar(**stored["ood"]),
+        summary=Summary.from_dict(stored["summary"]),
+        notes=tuple(stored["notes"]),
+        seed=int(stored["seed"]),
+    )
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def score(bundle: Bundle, x: Float[Tensor, "rows inputs"], y: Tensor) -> tuple[Row, Row]:
+    """MAP and Laplace on rows with targets: amounts in their unit, or class numbers."""
+    start = perf_counter()
+    with torch.no_grad():
+        outputs = torch.cat([bundle.model(part) for part in x.split(4096)]).double()
+    middle = perf_counter()
+    raw = bundle.raw(x)
+    taken = middle - start, perf_counter() - middle
+    if bundle.task == "regression":
+        noise = torch.full_like(raw.value[:, 0], bundle.noise)
+        map_mean = outputs[:, 0] * bundle.target.deviation + bundle.target.mean
+        return (
+            scoring.score_amounts("MAP", map_mean, noise, y, bundle.conformal_map, taken[0]),
+            scoring.score_amounts("Laplace", raw.value[:, 0], bundle.deviation(raw), y, bundle.conformal, taken[1]),
+        )
+    return (
+        scoring.score_classes("MAP", outputs.softmax(1), y, bundle.conformal_map, taken[0]),
+        scoring.score_classes("Laplace", bundle.probabilities(raw), y, bundle.conformal, taken[1]),
+    )

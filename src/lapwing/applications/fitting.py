@@ -1,0 +1,201 @@
+"""From a table to calibrated predictions in one call: read, encode, train, fit the posterior, calibrate, score.
+
+    bundle = fit_table("houses.csv", "price", seed=0)
+    bundle.summary.table()             # MAP against Laplace on rows that were held out
+    bundle.save("houses.lapwing")
+
+The table is read four times in chunks: kinds of columns; the target; statistics of the training rows; their inputs.
+What stays in memory is the inputs, [rows, inputs] float32, of at most `NUMBERS` numbers: of a larger table that many
+are drawn at random. A part of the rows is held out to calibrate, another to score; neither is seen in training, nor by
+the statistics of the columns.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lapwing.applications.bundle import Bundle, score
+from lapwing.applications.columns import infer
+from lapwing.applications.conformal import Conformal, Unfamiliar, amount_scores, class_scores, rows_needed
+from lapwing.applications.network import Progress, Spec, train
+from lapwing.applications.reading import Table, find_column, open_table
+from lapwing.applications.scoring import Summary
+from lapwing.applications.table import Encoder, learn
+from lapwing.applications.targets import (
+    CALIBRATION,
+    TEST,
+    TRAIN,
+    UNUSED,
+    Target,
+    present,
+    read_target,
+    split,
+)
+from lapwing.errors import DataError, LapwingWarning, OptionError
+
+NUMBERS = 2**27
+"""Inputs that are kept in memory at a time: half a gigabyte."""
+FEW = 50
+PARTS = {"train": TRAIN, "calibration": CALIBRATION, "test": TEST}
+
+Report = Callable[[str, float], object]
+
+
+def fit_table(
+    source: Any,
+    target: str,
+    *,
+    task: str = "auto",
+    seed: int = 0,
+    progress: Report | None = None,
+    epochs: int | None = None,
+    spec: Spec | None = None,
+) -> Bundle:
+    """A network with a posterior, fitted to a CSV or Parquet file or a data frame, to predict the column `target`.
+
+    `task` is "regression", "classification" or "auto", which decides by what the column holds and says why in
+    `bundle.target.reason`. `progress(stage, share)` is called with a name and a number from 0 to 1 as the work goes on.
+    `spec` chooses the network; its numbers of inputs and outputs are set here. The same seed gives the same result.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise OptionError(f"the seed is {seed!r}; expected a whole number >= 0.")
+    tell = progress or (lambda stage, share: None)
+    clock = perf_counter()
+    tell("reading the table", 0.0)
+    table = open_table(source)
+    target = find_column(str(target), table.columns, table.name)
+    kinds = infer(table.chunks())
+    if not kinds:
+        raise DataError(f"{table.name} has column names but no rows; expected rows to learn from.")
+    wanted, values = read_target(table, target, kinds[target], task)
+    tell("reading the table", 0.5)
+    most = max(1000, NUMBERS // max(1, len(table.columns)))
+    parts = split(values, wanted, seed, most)
+    encoder = learn(table, kinds, leave_out=[target], rows=parts == TRAIN)
+    while len(encoder.inputs) * int((parts != UNUSED).sum()) > NUMBERS:  # categories have more inputs than columns
+        parts = split(values, wanted, seed, NUMBERS // len(encoder.inputs))
+        encoder = learn(table, kinds, leave_out=[target], rows=parts == TRAIN)
+    wanted = _standardised(wanted, values[parts == TRAIN])
+    x = encode(table, encoder, parts)
+    y = {name: values[parts == part] for name, part in PARTS.items()}
+    tell("reading the table", 1.0)
+    seconds = {"reading": perf_counter() - clock}
+
+    clock = perf_counter()
+    spec = spec or Spec(1, 1)
+    spec = replace(spec, inputs=len(encoder.inputs), outputs=wanted.outputs)
+
+    def trained(now: Progress) -> None:
+        tell("training", now.epoch / now.epochs)
+
+    model, la = train(
+        x["train"], wanted.tensor(y["train"]), wanted.task, spec, seed=seed, epochs=epochs, callback=trained
+    )
+    seconds["training"] = perf_counter() - clock
+
+    clock = perf_counter()
+    tell("calibrating", 0.0)
+    one = Conformal(torch.ones(1, dtype=torch.float64))
+    counts = {name: len(part) for name, part in y.items()}
+    summary = Summary(wanted.task, (), counts, seconds)
+    bundle = Bundle(encoder, wanted, spec, model, la, one, one, Unfamiliar(0.0, 0.99, 1), summary)
+    bundle = calibrated(bundle, x["calibration"], torch.from_numpy(y["calibration"]))
+    tell("calibrating", 0.5)
+    rows = score(bundle, x["test"], torch.from_numpy(y["test"]))
+    seconds["calibration"] = perf_counter() - clock
+    notes = [*table.notes, *_notes(wanted, encoder, values, parts, counts)]
+    tell("calibrating", 1.0)
+    if sum(counts.values()) < FEW:
+        warnings.warn(_few(sum(counts.values())), LapwingWarning, stacklevel=2)
+    return replace(bundle, summary=replace(summary, rows=rows), notes=tuple(notes), seed=seed)
+
+
+def calibrated(bundle: Bundle, x: Tensor, y: Tensor) -> Bundle:
+    """The bundle with conformal scores and the threshold of the flag from rows that were held out."""
+    raw = bundle.raw(x)
+    with torch.no_grad():
+        outputs = torch.cat([bundle.model(part) for part in x.split(4096)]).double()
+    if bundle.task == "regression":
+        mean = outputs[:, 0] * bundle.target.deviation + bundle.target.mean
+        plain = amount_scores(mean, torch.full_like(mean, bundle.noise), y)
+        scores = amount_scores(raw.value[:, 0], bundle.deviation(raw), y)
+    else:
+        plain, scores = class_scores(outputs.softmax(1), y), class_scores(bundle.probabilities(raw), y)
+    ood = Unfamiliar.of(bundle.familiarity(raw))
+    return replace(bundle, conformal=Conformal(scores), conformal_map=Conformal(plain), ood=ood)
+
+
+def encode(table: Table, encoder: Encoder, parts: np.ndarray) -> dict[str, Tensor]:
+    """Inputs of the rows of each part, [rows, inputs] float32, filled chunk by chunk."""
+    width = len(encoder.inputs)
+    out = {name: torch.empty(int((parts == part).sum()), width) for name, part in PARTS.items()}
+    filled = dict.fromkeys(out, 0)
+    start = 0
+    for frame in table.chunks([column.name for column in encoder.used], text=encoder.text):
+        here = parts[start : start + len(frame)]
+        start += len(frame)
+        for name, part in PARTS.items():
+            chosen = here == part
+            count = int(chosen.sum())
+            if count:
+                out[name][filled[name] : filled[name] + count] = encoder(frame[chosen])
+                filled[name] += count
+    if start != len(parts) or any(filled[name] != len(out[name]) for name in out):
+        raise DataError(
+            f"{table.name} had {len(parts):,} rows and now has {start:,}; expected a file that stays the same."
+        )
+    return out
+
+
+def _standardised(target: Target, values: np.ndarray) -> Target:
+    """Mean and deviation of the training rows, for amounts."""
+    if target.task == "classification":
+        return target
+    return replace(target, mean=float(values.mean()), deviation=float(values.std()))
+
+
+def _notes(
+    target: Target, encoder: Encoder, values: np.ndarray, parts: np.ndarray, counts: dict[str, int]
+) -> list[str]:
+    """What a user should know of how the table was taken, in words."""
+    notes = [target.reason]
+    without = int((~present(values)).sum())
+    if without:
+        notes.append(f"{without:,} of {len(values):,} rows have no usable value of {target.name!r} and were not used.")
+    used = sum(counts.values())
+    if used + without < len(values):
+        notes.append(f"Of {len(values):,} rows, {used:,} were drawn at random, as more would not fit in memory.")
+    left = [column.note for column in encoder.columns if column.kind == "left out"]
+    notes += [f"Left out: {note}" for note in left[:20]]
+    if len(left) > 20:
+        notes.append(f"Left out: {len(left) - 20} more columns.")
+    notes += [column.note for column in encoder.used if column.note]
+    if target.task == "classification":
+        amounts = np.bincount(values[parts == TRAIN], minlength=len(target.classes))
+        rare = [name for name, amount in zip(target.classes, amounts, strict=True) if amount < 5]
+        if rare:
+            listed = ", ".join(repr(name) for name in rare[:5])
+            notes.append(f"Classes with fewer than 5 rows to learn from: {listed}. Do not trust predictions of them.")
+    if used < FEW:
+        notes.append(_few(used))
+    if counts["calibration"] < rows_needed(0.95):
+        notes.append(
+            f"Only {counts['calibration']} rows could be held out for calibration: conformal intervals and sets at "
+            f"95 % need {rows_needed(0.95)}, at 90 % {rows_needed(0.9)}."
+        )
+    return notes
+
+
+def _few(rows: int) -> str:
+    return (
+        f"The table has only {rows} usable rows: predictions will be poor, and the scores on the few that were held "
+        "out say little. Some hundred rows would be better."
+    )

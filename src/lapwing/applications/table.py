@@ -1,0 +1,315 @@
+"""A table as numbers for a network: an encoder learned in one streaming pass, applied to any table of the same kind.
+
+    number, boolean   (value - mean) / deviation; the mean where it is missing, with an indicator 0/1 of that
+    date              days since 1970 and the place in the year (sine, cosine), each as a number
+    category          0/1 for each of the frequent levels and for "other", which new and rare levels are
+
+    encoder = learn(table, kinds, leave_out=[target], rows=training)   # one pass; O(columns) + O(levels) memory
+    x = encoder(frame)                                                 # [rows, inputs] float32
+
+An encoder is frozen and JSON-able: `Encoder.from_dict(json.loads(json.dumps(encoder.to_dict())))`. A million rows of
+twenty numbers take a few seconds; nothing that grows with the number of rows is kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.applications.columns import DISTINCT, Kind, as_days, as_numbers, as_text, as_truth
+from lapwing.applications.reading import Frame, Series, Table
+from lapwing.errors import DataError
+
+LEVELS = 30
+"""Levels of a category that have an input of their own; the most frequent ones, of at least two rows each."""
+INPUTS = 1_000
+"""Categories get fewer levels where there would be more inputs than this; twice as many are refused."""
+FARTHEST = 1e4
+"""Standardised numbers are held within this: as far as anything can be from the data, without overflow in float32."""
+OTHER, ABSENT = "other", "missing"
+YEAR = 365.2425
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one column becomes inputs. A left out column has kind "left out" and says why in `note`."""
+
+    name: str
+    kind: str
+    note: str = ""
+    format: str = ""
+    means: tuple[float, ...] = ()
+    deviations: tuple[float, ...] = ()
+    """One per number that the column gives; 0 marks a constant one, which is no input."""
+    levels: tuple[str, ...] = ()
+    indicator: bool = False
+    """Whether there is an input that says that the value is missing."""
+    rare: tuple[str, ...] = ()
+    """Levels that were seen in training but are too rare for an input of their own."""
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the inputs that the column becomes."""
+        if self.kind == "category":
+            return [f"{self.name}={level}" for level in (*self.levels, OTHER, *([ABSENT] * self.indicator))]
+        parts = ("", " (place in the year, sine)", " (place in the year, cosine)")
+        kept = [self.name + part for part, scale in zip(parts, self.deviations, strict=False) if scale > 0]
+        return kept + [f"{self.name} is missing"] * (self.indicator and self.kind != "left out")
+
+    def values(self, column: Series) -> Float[np.ndarray, "rows numbers"]:
+        """The numbers that a column gives before they are standardised, NaN where missing."""
+        return _values(self.kind, self.format, column)
+
+    def encode(self, column: Series, notes: Notes) -> Float[np.ndarray, "rows inputs"]:
+        if self.kind == "category":
+            return self._encode_levels(as_text(column), notes)
+        raw = self.values(column)
+        missing = np.isnan(raw[:, 0])
+        unread = int(missing.sum() - column.isna().sum())
+        if unread > 0:
+            notes.count(f"values of {self.name!r} cannot be read as a {self.kind}: taken as missing", unread)
+        if missing.any() and not self.indicator:
+            notes.count(f"values of {self.name!r} are missing, which none were in training: the mean is used", missing)
+        kept = [i for i, scale in enumerate(self.deviations) if scale > 0]
+        scaled = (raw[:, kept] - np.array(self.means)[kept]) / np.array(self.deviations)[kept]
+        scaled = np.nan_to_num(scaled, nan=0.0)
+        far = np.abs(scaled) > FARTHEST
+        if far.any():
+            notes.count(f"values of {self.name!r} are extremely far from those in training", far.any(1))
+        scaled = np.clip(scaled, -FARTHEST, FARTHEST)
+        return np.concatenate([scaled, missing[:, None]], axis=1) if self.indicator else scaled
+
+    def _encode_levels(self, words: Series, notes: Notes) -> np.ndarray:
+        place = {level: number for number, level in enumerate(self.levels)}
+        other = len(self.levels)
+        missing = words.isna().to_numpy()
+        codes = np.array([place.get(word, other) for word in words.tolist()], dtype=np.int64)
+        known = {*self.levels, *self.rare}
+        new = ~missing & (codes == other) & ~words.isin(known).to_numpy()
+        if new.any():
+            some = sorted(set(words[new].tolist()))[:3]
+            notes.count(
+                f"values of {self.name!r} are new (such as {', '.join(map(repr, some))}): taken as 'other'", new
+            )
+        codes[missing] = other + 1 if self.indicator else other
+        if missing.any() and not self.indicator:
+            notes.count(f"values of {self.name!r} are missing, which none were in training: taken as 'other'", missing)
+        return np.eye(len(self.inputs))[codes]
+
+
+@dataclass(eq=False)
+class Notes:
+    """Remarks on a table, with how many rows they concern added up over its chunks; the first wording is kept."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    said: dict[str, None] = field(default_factory=dict)
+
+    def count(self, remark: str, rows: Any) -> None:
+        key = remark.split(" (such as")[0]
+        first = next((known for known in self.counts if known.split(" (such as")[0] == key), remark)
+        self.counts[first] += int(np.sum(rows))
+
+    def say(self, remark: str) -> None:
+        self.said[remark] = None
+
+    def listed(self) -> list[str]:
+        return [*self.said, *(f"{count:,} {remark}." for remark, count in self.counts.items())]
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """Columns of a table to inputs of a network."""
+
+    columns: tuple[Column, ...]
+
+    @property
+    def used(self) -> list[Column]:
+        return [column for column in self.columns if column.kind != "left out"]
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the inputs, in order."""
+        return [name for column in self.used for name in column.inputs]
+
+    @property
+    def text(self) -> list[str]:
+        """Columns that are to be read as written."""
+        return [column.name for column in self.used if column.kind != "number" or column.note]
+
+    def check(self, columns: Collection[str], where: str) -> list[str]:
+        """Columns to read; an error where one is missing."""
+        missing = [column.name for column in self.used if column.name not in columns]
+        if missing:
+            listed = ", ".join(repr(name) for name in missing[:8]) + (", ..." if len(missing) > 8 else "")
+            raise DataError(
+                f"{where} lacks {len(missing)} of the {len(self.used)} columns that the model was fitted with: "
+                f"{listed}. Add them (cells may be empty), under the same names."
+            )
+        return [column.name for column in self.used]
+
+    def extra(self, columns: Collection[str], target: str) -> list[str]:
+        """Columns that the model does not know."""
+        return [name for name in columns if name != target and name not in {column.name for column in self.columns}]
+
+    def __call__(self, frame: Frame, notes: Notes | None = None) -> Float[Tensor, "rows inputs"]:
+        notes = Notes() if notes is None else notes
+        parts = [column.encode(frame[column.name], notes) for column in self.used]
+        return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.float32))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"columns": [asdict(column) for column in self.columns]}
+
+    @staticmethod
+    def from_dict(stored: Mapping[str, Any]) -> Encoder:
+        def column(fields: Mapping[str, Any]) -> Column:
+            plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+            return Column(**plain)
+
+        return Encoder(tuple(column(fields) for fields in stored["columns"]))
+
+
+# -- learning --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Moments:
+    """Count, mean and sum of squared differences from the mean of each number, merged chunk by chunk (Chan)."""
+
+    count: np.ndarray
+    mean: np.ndarray
+    squares: np.ndarray
+
+    @staticmethod
+    def none(numbers: int) -> Moments:
+        return Moments(np.zeros(numbers), np.zeros(numbers), np.zeros(numbers))
+
+    def add(self, values: Float[np.ndarray, "rows numbers"]) -> None:
+        """More rows; NaN counts for nothing."""
+        present = ~np.isnan(values)
+        count = present.sum(0)
+        mean = np.where(present, values, 0.0).sum(0) / np.maximum(count, 1)
+        squares = (np.where(present, values - mean, 0.0) ** 2).sum(0)
+        total = self.count + count
+        step = mean - self.mean
+        share = count / np.maximum(total, 1)
+        self.squares = self.squares + squares + step**2 * self.count * share
+        self.mean = self.mean + step * share
+        self.count = total
+
+    def deviation(self) -> np.ndarray:
+        """Standard deviations; exactly 0 where the values differ by rounding only."""
+        deviation = np.sqrt(self.squares / np.maximum(self.count, 1))
+        return np.where(deviation > 1e-10 * np.abs(self.mean), deviation, 0.0)
+
+
+@dataclass(eq=False)
+class _Learner:
+    """Statistics of one column."""
+
+    name: str
+    kind: Kind
+    moments: Moments
+    levels: Counter[str] = field(default_factory=Counter)
+    missing: int = 0
+    rows: int = 0
+
+    def see(self, column: Series) -> None:
+        self.rows += len(column)
+        if self.kind.name == "category":
+            words = as_text(column)
+            self.missing += int(words.isna().sum())
+            for word, count in words.value_counts().items():
+                if word in self.levels or len(self.levels) < DISTINCT:
+                    self.levels[str(word)] += int(count)
+            return
+        values = _values(self.kind.name, self.kind.format, column)
+        self.missing += int(np.isnan(values[:, 0]).sum())
+        self.moments.add(values)
+
+    def column(self, most: int) -> Column:
+        """The column as learned, with at most that many levels."""
+        name, kind, note = self.name, self.kind.name, self.kind.note
+        indicator = 0 < self.missing < self.rows
+        if self.missing == self.rows:
+            return Column(name, "left out", f"{name!r} is empty in the rows to learn from.")
+        if kind == "category":
+            ranked = sorted(self.levels.items(), key=lambda item: (-item[1], item[0]))
+            levels = tuple(sorted(level for level, count in ranked[:most] if count > 1))
+            rare = tuple(sorted(set(self.levels) - set(levels)))
+            if len(self.levels) == 1 and not indicator:
+                return Column(name, "left out", f"{name!r} is the same in all rows.")
+            if not levels:
+                return Column(name, "left out", f"no value of {name!r} occurs twice.")
+            if rare:
+                note = f"{len(rare)} rare levels of {name!r} are taken together as 'other'."
+            return Column(name, kind, note, levels=levels, indicator=indicator, rare=rare)
+        means, deviations = self.moments.mean, self.moments.deviation()
+        column = Column(
+            name, kind, note, self.kind.format, tuple(means.tolist()), tuple(deviations.tolist()), indicator=indicator
+        )
+        return column if column.inputs else Column(name, "left out", f"{name!r} is the same in all rows.")
+
+
+def learn(
+    table: Table,
+    kinds: Mapping[str, Kind],
+    *,
+    leave_out: Collection[str] = (),
+    rows: np.ndarray | None = None,
+) -> Encoder:
+    """The encoder of a table, from the rows where `rows` (one truth value per row) is true, or from all."""
+    learners: dict[str, _Learner] = {}
+    columns: dict[str, Column | None] = {}
+    for name, kind in kinds.items():
+        if name in leave_out:
+            continue
+        columns[name] = Column(name, "left out", kind.note) if kind.name == "left out" else None
+        if kind.name != "left out":
+            learners[name] = _Learner(name, kind, Moments.none(3 if kind.name == "date" else 1))
+    for frame in chosen_rows(table.chunks(list(learners), text=text_columns(kinds)) if learners else [], rows):
+        for name, learner in learners.items():
+            learner.see(frame[name])
+    categories = sum(learner.kind.name == "category" for learner in learners.values())
+    most = max(2, min(LEVELS, (INPUTS - len(learners)) // max(1, categories)))
+    found = tuple(columns[name] or learners[name].column(most) for name in columns)
+    encoder = Encoder(found)
+    if len(encoder.inputs) > 2 * INPUTS:
+        raise DataError(
+            f"{table.name} gives {len(encoder.inputs):,} inputs from {len(encoder.used):,} columns; expected at most "
+            f"{2 * INPUTS:,}. Leave out columns that say little about the target."
+        )
+    if not encoder.used:
+        reasons = " ".join(column.note for column in found[:8])
+        raise DataError(f"{table.name} has no column to learn from besides the target. {reasons}".strip())
+    return encoder
+
+
+def text_columns(kinds: Mapping[str, Kind]) -> list[str]:
+    """Columns that are to be read as written: all that are not plainly numbers."""
+    return [name for name, kind in kinds.items() if kind.name != "number" or kind.note]
+
+
+def chosen_rows(chunks: Iterable[Frame], rows: np.ndarray | None) -> Iterable[Frame]:
+    """The rows of a table where `rows` is true."""
+    start = 0
+    for frame in chunks:
+        stop = start + len(frame)
+        yield frame if rows is None else frame[rows[start:stop]]
+        start = stop
+
+
+def _values(kind: str, form: str, column: Series) -> np.ndarray:
+    if kind == "number":
+        return as_numbers(column)[:, None]
+    if kind == "boolean":
+        return as_truth(column)[:, None]
+    days = as_days(column, form)
+    turn = 2 * np.pi * days / YEAR
+    return np.stack([days, np.sin(turn), np.cos(turn)], axis=1)

@@ -1,0 +1,275 @@
+"""Tables as people have them: each is taken sensibly, or refused with words that say what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lapwing.applications.bundle import Bundle
+from lapwing.applications.fitting import fit_table
+from lapwing.applications.network import Spec
+from lapwing.errors import DataError, LapwingWarning
+
+SMALL = Spec(1, 1, width=4, depth=1)
+
+
+def good(rows: int = 100) -> pd.DataFrame:
+    random = np.random.default_rng(0)
+    frame = pd.DataFrame({"a": random.normal(size=rows), "b": random.normal(size=rows)})
+    return frame.assign(y=frame["a"] - frame["b"] + 0.1 * random.normal(size=rows))
+
+
+def fit(source: object, target: str = "y", **options: object) -> Bundle:
+    return fit_table(source, target, epochs=2, spec=SMALL, **options)  # type: ignore[arg-type]
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    path = folder / "data.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("\n\n  \n", "only blank lines"),
+        ("a,b,y\n", "column names but no rows"),
+        ("a,b,y", "column names but no rows"),
+        ("1,2,3\n4,5,6\n7,8,9\n", "expected column names"),
+        ("a,a,y\n" + "1,2,3\n" * 20, "more than one column named 'a'"),
+        ("a, a ,y\n" + "1,2,3\n" * 20, "more than one column named 'a'"),
+        ("a,y\n" + "1,2\n" * 3 + "1,2,3\n" + "1,2\n" * 20, "line 5 has 3 fields; expected 2"),
+        ("a,y\n" + "1,2,3\n" * 20, "first row has 3 fields, and there are 2 column names"),
+        ("a,y\n" + "1,2\n2,3\n" * 3, "only 6 rows"),
+        ("a,y\n" + "1,7\n2,7\n" * 20, "same value"),
+        ("a,y\n" + "1,x\n2,x\n" * 20, "same value"),
+        ("a,y\n" + "1,\n2,\n" * 20, "empty in every row"),
+        ("y\n" + "1\n2\n" * 20, "no column to learn from"),
+        ("a,y\n" + "5,1\n5,2\n" * 20, "no column to learn from.*same in all rows"),
+        ("a,y\n" + ",1\n,2\n" * 20, "no column to learn from.*empty"),
+        ("a,Y \n" + "5,1\n5,2\n" * 20, "Did you mean 'Y'"),
+        ("a,y\n" + "".join(f"{i},name {i}\n" for i in range(40)), "text with many different values"),
+        ("a,y\n" + "".join(f"{i},2020-01-{i % 28 + 1:02d}\n" for i in range(40)), "holds dates"),
+        (b"PK\x03\x04 an excel file", "In Excel"),
+        (b"a,y\n\x00\x01\x02\n" * 10, "not a text file"),
+        (b"\x1f\x8b broken", "Is the file complete"),
+        (b"PAR1 broken", "Is the file complete"),
+    ],
+)
+def test_what_cannot_be_used_is_explained(tmp_path: Path, text: str | bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        fit(written(tmp_path, text))
+
+
+def test_a_separator_at_the_end_of_every_line_is_no_column(tmp_path: Path) -> None:
+    text = good().to_csv(index=False, lineterminator=",\n").replace("y,\n", "y\n", 1)
+    bundle = fit(written(tmp_path, text))
+    assert bundle.encoder.inputs == ["a", "b"]
+    pd.testing.assert_frame_equal(bundle.predict(tmp_path / "data.csv"), bundle.predict(good()), rtol=1e-4)
+
+
+def test_a_line_with_too_many_fields_is_refused_at_prediction_too(tmp_path: Path) -> None:
+    bundle = fit(good())
+    path = written(tmp_path, "b,more,a\n1,x,2\n1,x,z,2\n")
+    with pytest.raises(DataError, match="line 3 has 4 fields"):
+        bundle.predict(path)
+
+
+def test_paths_and_objects_that_are_no_tables(tmp_path: Path) -> None:
+    good().to_csv(tmp_path / "houses.csv", index=False)
+    with pytest.raises(DataError, match=r"Did you mean 'houses\.csv'"):
+        fit(tmp_path / "house.csv")
+    with pytest.raises(DataError, match="is a folder"):
+        fit(tmp_path)
+    with pytest.raises(DataError, match="expected the path of a file"):
+        fit([1, 2, 3])
+    with pytest.raises(DataError, match="no rows"):
+        fit(good().iloc[:0])
+    with pytest.raises(DataError, match="no columns"):
+        fit(pd.DataFrame())
+    double = good()
+    double.columns = ["a", "a", "y"]
+    with pytest.raises(DataError, match="more than one column named 'a'"):
+        fit(double)
+
+
+def test_a_misspelt_target_has_the_nearest_name() -> None:
+    with pytest.raises(DataError, match="Did you mean 'price'"):
+        fit(good().rename(columns={"y": "price"}), "prise")
+
+
+def test_ten_rows_are_taken_with_a_warning() -> None:
+    with pytest.warns(LapwingWarning, match="only 10 usable rows"):
+        bundle = fit(good(10))
+    assert bundle.summary.rows_used == {"train": 6, "calibration": 2, "test": 2}
+    found = bundle.predict(good(10))
+    assert np.isneginf(found["conformal_lower_90"]).all()
+    assert np.isfinite(found["lower_90"]).all()
+    assert bundle.summary.rows[1].conformal_90 is None
+
+
+def test_ten_rows_of_three_classes() -> None:
+    frame = good(10).assign(y=["u", "u", "u", "u", "v", "v", "v", "w", "w", "w"])
+    with pytest.warns(LapwingWarning, match="only 10 usable rows"):
+        bundle = fit(frame)
+    assert bundle.classes == ("u", "v", "w")
+    assert set(bundle.predict(frame)["prediction_set"]) == {"u | v | w"}
+
+
+def test_missing_values_everywhere() -> None:
+    random = np.random.default_rng(0)
+    frame = good(200)
+    holes = frame.mask(random.random(frame.shape) < 0.4).assign(empty=np.nan)
+    bundle = fit(holes)
+    assert bundle.encoder.inputs == ["a", "a is missing", "b", "b is missing"]
+    assert any("'empty' is empty" in note for note in bundle.notes)
+    assert any("no usable value of 'y'" in note for note in bundle.notes)
+    found = bundle.predict(pd.DataFrame({"a": [np.nan] * 3, "b": [None] * 3}))
+    assert np.isfinite(found["mean"]).all()
+    with pytest.raises(DataError, match="empty in every row"):
+        fit(frame.mask(np.ones(frame.shape, dtype=bool)))
+
+
+def test_infinite_values_count_as_missing(tmp_path: Path) -> None:
+    frame = good()
+    frame.loc[3:5, "a"] = np.inf
+    frame.loc[7, "y"] = -np.inf
+    frame.loc[8, "b"] = 1e300
+    frame.to_csv(tmp_path / "inf.csv", index=False)
+    for source in (frame, tmp_path / "inf.csv"):
+        bundle = fit(source)
+        assert "a is missing" in bundle.encoder.inputs
+        assert sum(bundle.summary.rows_used.values()) == 99
+        assert any("infinite" in note for note in bundle.notes)
+        assert np.isfinite(bundle.predict(source)[["mean", "sd"]]).all().all()
+
+
+def test_a_column_of_text_is_left_out_and_said(tmp_path: Path) -> None:
+    frame = good().assign(name=[f"Ms {i}, “Nr. {i}”;\n née Müller" for i in range(100)])
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    for source in (frame, tmp_path / "t.csv"):
+        bundle = fit(source)
+        assert bundle.encoder.inputs == ["a", "b"]
+        assert any("'name' holds text with many different values" in note for note in bundle.notes)
+        assert len(bundle.predict(source)) == 100
+
+
+def test_stray_words_among_numbers(tmp_path: Path) -> None:
+    frame = good(300).round(3)
+    text = frame.astype(str)
+    text.loc[250, "a"] = "n.a. (broken)"
+    text.loc[260, "y"] = "unknown"
+    text.to_csv(tmp_path / "t.csv", index=False)
+    for source in (text, tmp_path / "t.csv"):
+        bundle = fit(source)
+        assert [column.kind for column in bundle.encoder.columns] == ["number", "number"]
+        assert any("1 values of 'a' are no numbers (such as 'n.a. (broken)')" in note for note in bundle.notes)
+        assert sum(bundle.summary.rows_used.values()) == 299
+
+
+def test_objects_of_mixed_types() -> None:
+    frame = good().assign(mixed=[1, "x", 2.5, None, True] * 20, lists=[[1], [2, 3]] * 50)
+    bundle = fit(frame)
+    kinds = {column.name: column.kind for column in bundle.encoder.columns}
+    assert kinds["mixed"] == "category"
+    assert kinds["lists"] == "category"
+    assert len(bundle.predict(frame)) == 100
+
+
+def test_row_numbers_that_pandas_wrote_are_left_out(tmp_path: Path) -> None:
+    good().to_csv(tmp_path / "t.csv")
+    bundle = fit(tmp_path / "t.csv")
+    assert bundle.encoder.inputs == ["a", "b"]
+    assert any("has no name" in note for note in bundle.notes)
+
+
+def test_unicode_names_and_quoted_separators(tmp_path: Path) -> None:
+    frame = good().rename(columns={"a": 'größe, "außen"', "b": "価格", "y": "цена"})
+    frame["stadt;ort"] = ["Köln; Mitte", "São Paulo, SP", "東京"] * 33 + ["Köln; Mitte"]
+    for separator in (",", ";", "\t"):
+        frame.to_csv(tmp_path / "t.csv", index=False, sep=separator)
+        bundle = fit(tmp_path / "t.csv", "цена")
+        assert bundle.encoder.inputs[:2] == ['größe, "außen"', "価格"]
+        assert "stadt;ort=東京" in bundle.encoder.inputs
+        pd.testing.assert_frame_equal(bundle.predict(frame), bundle.predict(tmp_path / "t.csv"), rtol=1e-4)
+
+
+def test_a_class_with_one_row() -> None:
+    frame = good().assign(y=["u", "v"] * 49 + ["w", "u"])
+    bundle = fit(frame)
+    assert bundle.classes == ("u", "v", "w")
+    assert any("fewer than 5 rows" in note for note in bundle.notes)
+
+
+def test_too_many_classes() -> None:
+    frame = good(600).assign(y=[f"class {i % 150}" for i in range(600)])
+    with pytest.raises(DataError, match="too many for classes"):
+        fit(frame)
+    with pytest.raises(DataError, match="too many for classes"):
+        fit(good(600), task="classification")
+
+
+def test_truth_values_as_a_target() -> None:
+    frame = good().assign(y=[True, False] * 50)
+    bundle = fit(frame)
+    assert bundle.classes == ("false", "true")
+    assert bundle.evaluate(frame).rows[0].accuracy is not None
+    assert fit(frame, task="regression").task == "regression"
+
+
+def test_new_kinds_of_values_at_prediction() -> None:
+    bundle = fit(good().assign(c=["x", "y"] * 50))
+    frame = good(4).assign(a=["1", "two", None, "inf"], c=["x", "new", None, 3])
+    found = bundle.predict(frame)
+    assert np.isfinite(found[["mean", "sd"]]).all().all()
+    notes = " ".join(found.attrs["notes"])
+    assert "values of 'a' cannot be read as a number" in notes
+    assert "values of 'c' are new" in notes
+
+
+def test_a_huge_offset_and_a_tiny_spread() -> None:
+    frame = good()
+    frame = frame.assign(a=1e9 + frame["a"], y=1e6 + 1e-3 * frame["y"])
+    bundle = fit(frame)
+    found = bundle.predict(frame)
+    assert abs(found["mean"].mean() - 1e6) < 1
+    assert np.isfinite(bundle.summary.rows[1].nll)
+
+
+def test_importing_lapwing_does_not_import_pandas() -> None:
+    code = "import sys, lapwing; assert 'pandas' not in sys.modules and 'sklearn' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_a_million_rows_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    path = tmp_path / "big.csv"
+    with path.open("w") as file:
+        for part in range(50):
+            frame = pd.DataFrame(random.normal(size=(20_000, 19)).round(5), columns=[f"x{i}" for i in range(19)])
+            frame = frame.assign(c=random.choice(list("abcdef"), 20_000))
+            frame = frame.assign(y=frame["x0"] - 2 * frame["x1"] + (frame["c"] == "a") + random.normal(size=20_000))
+            frame.to_csv(file, index=False, header=part == 0)
+    code = f"""
+        import resource, torch
+        torch.set_num_threads(1)
+        from lapwing.applications import fitting
+        from lapwing.applications.network import Spec
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        bundle = fitting.fit_table({str(path)!r}, "y", epochs=1, spec=Spec(1, 1, width=20, depth=1))
+        assert bundle.summary.rows_used == {{"train": 980_000, "calibration": 10_000, "test": 10_000}}
+        bundle.predict_file({str(path)!r}, {str(tmp_path / "out.csv")!r})
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
+    """
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True)
+    assert float(out.stdout) < 2
+    with (tmp_path / "out.csv").open() as file:
+        assert sum(1 for _ in file) == 1_000_001

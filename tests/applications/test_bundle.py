@@ -1,0 +1,171 @@
+"""Bundles in files: what is read is what was written, and what is not a bundle is refused. Chunks change nothing."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from lapwing.applications.bundle import Bundle
+from lapwing.applications.fitting import fit_table
+from lapwing.applications.network import Spec
+from lapwing.errors import DataError, LapwingError, StorageError
+from lapwing.serialize.files import read, write
+
+
+def table(rows: int = 150) -> pd.DataFrame:
+    random = np.random.default_rng(0)
+    frame = pd.DataFrame({"a": random.normal(size=rows), "c": random.choice(["x", "ü"], rows)})
+    frame["y"] = frame["a"] * 2 + (frame["c"] == "x")
+    frame["k"] = np.where(frame["a"] + random.normal(size=rows) > 0, "up", "down")
+    return frame
+
+
+@pytest.fixture(scope="module", params=["full", "kron", "classes"])
+def bundle(request: pytest.FixtureRequest) -> Bundle:
+    width = 60 if request.param == "kron" else 5
+    target, other = ("k", "y") if request.param == "classes" else ("y", "k")
+    fitted = fit_table(
+        table().drop(columns=other), target, epochs=3, spec=Spec(1, 1, width=width, depth=2 if width == 60 else 1)
+    )
+    assert type(fitted.la).__name__ == ("KronLaplace" if request.param == "kron" else "FullLaplace")
+    return fitted
+
+
+def test_a_bundle_comes_back_bit_for_bit(bundle: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "m.lapwing"
+    bundle.save(path)
+    again = Bundle.load(path)
+    pd.testing.assert_frame_equal(again.predict(table()), bundle.predict(table()), check_exact=True)
+    assert again.summary == bundle.summary
+    assert again.notes == bundle.notes
+    assert again.ood == bundle.ood
+    assert again.target == bundle.target
+    assert again.spec == bundle.spec
+    assert torch.equal(again.conformal.scores, bundle.conformal.scores)
+    assert [p.name for p in tmp_path.iterdir()] == ["m.lapwing"]
+    state, kept = again.la.state_dict(), bundle.la.state_dict()
+    assert state.keys() == kept.keys()
+    again.save(tmp_path / "again.lapwing")
+    assert (tmp_path / "again.lapwing").read_bytes() == path.read_bytes()
+
+
+def test_predictions_do_not_depend_on_chunks(bundle: Bundle, tmp_path: Path) -> None:
+    frame = table().drop(columns=["y", "k"])
+    whole = bundle.predict(frame)
+    parts = bundle.predict(frame, chunk=17)
+    pd.testing.assert_frame_equal(parts, whole, rtol=1e-4)
+    frame.to_csv(tmp_path / "new.csv", index=False)
+    frame.to_parquet(tmp_path / "new.parquet")
+    for name in ("new.csv", "new.parquet"):
+        pd.testing.assert_frame_equal(bundle.predict(tmp_path / name), whole, rtol=1e-5)
+    notes = bundle.predict_file(tmp_path / "new.csv", tmp_path / "out.csv", chunk=40)
+    assert notes == []
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out.csv"), whole, rtol=1e-4, check_dtype=False)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_index_of_a_frame_is_kept(bundle: Bundle) -> None:
+    frame = table().set_index(pd.Index([f"row {i}" for i in range(150)]))
+    assert bundle.predict(frame, chunk=60).index.equals(frame.index)
+
+
+def test_new_levels_and_extra_columns_are_noted(bundle: Bundle) -> None:
+    frame = table(10).assign(c=["x"] * 8 + ["z", None], more=1, further=2)
+    notes = bundle.predict(frame, chunk=4).attrs["notes"]
+    assert any("1 values of 'c' are new (such as 'z')" in note for note in notes)
+    assert any("'more', 'further'" in note for note in notes)
+
+
+def test_missing_columns_are_named(bundle: Bundle) -> None:
+    with pytest.raises(DataError, match=r"lacks 1 of the 2 columns.*'a'"):
+        bundle.predict(table().drop(columns="a"))
+    with pytest.raises(DataError, match="no rows"):
+        bundle.predict(table().iloc[:0])
+
+
+def test_a_failed_prediction_leaves_no_file(bundle: Bundle, tmp_path: Path) -> None:
+    old = tmp_path / "out.csv"
+    old.write_text("old")
+    with pytest.raises(DataError):
+        bundle.predict_file(table().iloc[:0], old)
+    assert old.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out.csv"]
+
+
+def test_the_target_may_be_missing_in_predict_but_not_in_evaluate(bundle: Bundle) -> None:
+    bare = table().drop(columns=bundle.target.name)
+    assert len(bundle.predict(bare)) == 150
+    with pytest.raises(DataError, match="has no column"):
+        bundle.evaluate(bare)
+    with pytest.raises(DataError, match="no row has a known value"):
+        bundle.evaluate(bare.assign(**{bundle.target.name: None}))
+
+
+@pytest.mark.parametrize("level", [0.5, 0.8])
+def test_levels_name_their_columns(bundle: Bundle, level: float) -> None:
+    found = bundle.predict(table(), level=level)
+    if bundle.task == "regression":
+        half = (found[f"upper_{100 * level:g}"] - found[f"lower_{100 * level:g}"]) / 2
+        z = {0.5: 0.6744897501960817, 0.8: 1.2815515655446004}[level]
+        np.testing.assert_allclose(half, z * found["sd"], rtol=1e-9)
+    else:
+        narrow, wide = (bundle.predict(table(), level=at)["prediction_set"].str.len() for at in (level, 0.9))
+        assert (narrow <= wide).all()
+
+
+# -- files that are not what they should be --------------------------------------------------------------------------
+
+
+def test_something_else_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "m.lapwing"
+    write(path, {"x": torch.ones(2)}, {"kind": "posterior"})
+    with pytest.raises(StorageError, match=r"lapwing\.load"):
+        Bundle.load(path)
+    path.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(StorageError, match="pickle"):
+        Bundle.load(path)
+    with pytest.raises(StorageError, match="no file"):
+        Bundle.load(tmp_path / "nothing")
+
+
+def test_what_does_not_fit_together_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "m.lapwing"
+    bundle.save(path)
+    tensors, stored = read(path)
+    for change in (
+        {"kind_version": 99},
+        {"spec": {**stored["spec"], "width": stored["spec"]["width"] + 1}},
+        {"spec": {"inputs": 1}},
+        {"laplace": {**stored["laplace"], "cls_name": "os.system"}},
+        {"encoder": {}},
+        {"summary": None},
+        {"ood": {"threshold": 1.0}},
+        {"target": {**stored["target"], "further": 1}},
+    ):
+        write(path, tensors, {**stored, **change})
+        with pytest.raises(StorageError, match=r"fit again|Fit again"):
+            Bundle.load(path)
+    for name in ("conformal", next(name for name in tensors if name.startswith("model."))):
+        write(path, {key: value for key, value in tensors.items() if key != name}, stored)
+        with pytest.raises(StorageError, match="Fit again"):
+            Bundle.load(path)
+
+
+def test_every_flipped_byte_is_noticed(bundle: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "m.lapwing"
+    bundle.save(path)
+    data = path.read_bytes()
+    for place in np.linspace(0, len(data) - 1, 40).astype(int):
+        broken = bytearray(data)
+        broken[place] ^= 1
+        path.write_bytes(bytes(broken))
+        with pytest.raises(LapwingError):
+            Bundle.load(path)
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(StorageError, match="truncated"):
+        Bundle.load(path)
