@@ -51,7 +51,7 @@ def path(tmp_path: Path) -> Path:
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(
-        torch.equal(found[name], value) and (found[name].dtype, found[name].stride()) == (value.dtype, value.stride())
+        torch.equal(found[name], value) and found[name].dtype == value.dtype and found[name].is_contiguous()
         for name, value in expected.items()
     )
 
@@ -86,7 +86,7 @@ def test_what_is_read_has_memory_of_its_own(path: Path) -> None:
 def test_others_can_open_the_file(path: Path) -> None:
     found = load_file(path)
     assert torch.equal(found["double"], tensors()["double"])
-    assert torch.equal(found["by columns"], tensors()["by columns"].mT)
+    assert torch.equal(found["by columns"], tensors()["by columns"])
     assert {name: value.dtype for name, value in found.items()} == {name: t.dtype for name, t in tensors().items()}
 
 
@@ -244,7 +244,7 @@ def test_a_later_version_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def forged(path: Path, header: dict[str, object], data: bytes = bytes(8), **description: object) -> None:
-    text = {"digest": "0" * 64, "format": "lapwing", "version": 1, "library": "1", "tensors": {}, "order": {}}
+    text = {"digest": "0" * 64, "format": "lapwing", "version": 1, "library": "1", "tensors": {}}
     inside = json.dumps(text | {"metadata": {}} | description, separators=(",", ":"))
     raw = json.dumps({"__metadata__": {"lapwing": inside}} | header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
@@ -277,10 +277,6 @@ def test_a_forgery_that_is_right_is_read(tmp_path: Path) -> None:
         ({"x": entry([2])}, {"tensors": {"x": ZEROS, "y": ZEROS}}),
         ({"x": entry([2])}, {"tensors": {"x": None}}),
         ({"x": entry([2])}, {"tensors": ["x"]}),
-        ({"x": entry([2])}, {"tensors": {"x": ZEROS}, "order": {"x": [0, 1]}}),
-        ({"x": entry([2])}, {"tensors": {"x": ZEROS}, "order": {"x": "a"}}),
-        ({"x": entry([2])}, {"tensors": {"x": ZEROS}, "order": {"x": [True]}}),
-        ({"x": entry([2])}, {"tensors": {"x": ZEROS}, "order": {"x": {}}}),
         ({"x": entry([2])}, {"tensors": {"x": ZEROS}, "metadata": []}),
         ({"x": [1]}, {"tensors": {"x": ZEROS}}),
         ({"x": {"dtype": "F32"}}, {"tensors": {"x": ZEROS}}),

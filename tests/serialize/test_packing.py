@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing import estimate, likelihoods
 from lapwing.errors import CurvatureError, DataError
 from lapwing.linalg import Curvature, Dense, Diagonal
-from lapwing.serialize import KINDS, pack, register, unpack
+from lapwing.serialize import KINDS, compact, pack, register, unpack
 from lapwing.tangent import Tangent
 
 D, C = 3, 2
@@ -125,3 +125,15 @@ def test_a_class_of_ones_own_can_be_registered(monkeypatch: pytest.MonkeyPatch) 
     register(Diagonal)
     assert KINDS["Diagonal"] is Diagonal
     assert isinstance(through_json((Diagonal(torch.ones(1)), Dense(torch.eye(1)))), tuple)
+
+
+@every
+def test_compact_tensors_are_row_major_and_alone(name: str) -> None:
+    found = curvature(name)
+    again = compact(found)
+    description, tensors = pack(again)
+    assert description == pack(found)[0]
+    assert all(torch.equal(value, tensors[key]) for key, value in pack(found)[1].items())
+    assert all(value.is_contiguous() and value.storage_offset() == 0 for value in tensors.values())
+    assert len({value.data_ptr() for value in tensors.values()}) == len(tensors)
+    assert compact(again) is again

@@ -9,7 +9,8 @@ from lapwing.laplace.classes import (
     LowRankLaplace,
     ParametricLaplace,
 )
-from lapwing.laplace.face import Laplace
+from lapwing.laplace.face import CLASSES, Laplace
+from lapwing.laplace.files import load, register
 from lapwing.laplace.functional import FunctionalLaplace, FunctionalLLLaplace
 from lapwing.laplace.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
 from lapwing.laplace.marglik import marglik_training
@@ -51,5 +52,8 @@ __all__ = [
     "SubnetLaplace",
     "SubsetOfWeights",
     "TuningMethod",
+    "load",
     "marglik_training",
 ]
+
+register(*CLASSES.values())

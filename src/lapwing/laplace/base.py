@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from lapwing.errors import OptionError, ParameterError
 from lapwing.estimate.passes import Watched
-from lapwing.laplace import predictions, state, tuning
+from lapwing.laplace import files, predictions, state, tuning
+from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
 from lapwing.laplace.data import Marks, Pairs, Seen, evaluating
 from lapwing.laplace.hyper import Fitted
 from lapwing.laplace.options import choose
@@ -29,6 +31,8 @@ from lapwing.likelihoods import Likelihood
 from lapwing.linalg import LinearMap
 from lapwing.params import ParamSpace
 from lapwing.predictive import draws, network_draws
+from lapwing.serialize import compact
+from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import map_tensors
 
@@ -117,10 +121,14 @@ class BaseLaplace(Weights):
         progress_bar: bool = False,
         *,
         generator: torch.Generator | None = None,
+        checkpoint: AnyPath | None = None,
+        checkpoint_every: int = EVERY,
     ) -> None:
         """One pass over the data. With `override=False` the data are added to those already seen.
 
-        Interrupted at any point, the model and this posterior are as they were.
+        Interrupted at any point, the model and this posterior are as they were. With a `checkpoint`, the path of a
+        file, the sum so far is kept there after every `checkpoint_every` batches; called again in the same way, also in
+        another process, the fit goes on from it. The loader must give the same batches in the same order.
         """
         if progress_bar:
             train_loader = track(train_loader, description="curvature")  # pyright: ignore[reportArgumentType]
@@ -128,16 +136,22 @@ class BaseLaplace(Weights):
         with evaluating(self.model):
             pairs, tangent = self._tangent_for(pairs)
             seen = Seen(self.has_noise)
-            watched = Watched(pairs, seen.start, seen.saw)
-            curvature = self.recipe(tangent, self.distribution, watched, generator)
+            if checkpoint is None:
+                watched = Watched(pairs, seen.start, seen.saw)
+                curvature = self.recipe(tangent, self.distribution, watched, generator)
+            else:
+                curvature = checkpointed(self, tangent, pairs, seen, generator, checkpoint, checkpoint_every)
         assert seen.shape is not None
         mean = tangent.space.values(self.model)
         fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape)
         if not override and self._fitted is not None:
             fitted = self._fitted + fitted
+        fitted = replace(fitted, curvature=compact(fitted.curvature))
         with self._all_or_nothing():
             self._bind(tangent)
             self._fitted, self._posterior, self._marks = fitted, None, Marks.of(self.model)
+        if checkpoint is not None:
+            remove(checkpoint)
 
     def _data(self, pairs: Pairs) -> Iterable[Any]:
         """The data that a fit sees: all, except where a class chooses a subset."""
@@ -347,6 +361,10 @@ class BaseLaplace(Weights):
         return Pairs(val_loader, self.dict_key_y, self._whole.device)
 
     # -- state ---------------------------------------------------------------------------------------------------------
+
+    def save(self, path: AnyPath, weights: bool = True) -> None:
+        """This posterior and the model's weights (unless `weights` is False) in one file, for `lapwing.load`."""
+        files.save(self, path, weights)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Hyper-parameters and fit as tensors, numbers and strings; the model's weights are not in it."""

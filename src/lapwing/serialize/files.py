@@ -9,7 +9,6 @@ A file in the format of safetensors, so that others can open it; its metadata ha
     digest     sha256 of the file up to the tensors, with this digest as 64 zeros: nothing in it can change unseen
     format     "lapwing"            version   of the format            library   version that wrote it
     tensors    sha256 of the bytes of every tensor
-    order      axes from the slowest to the fastest, of tensors that are not row-major: sums run in the same order again
     metadata   the caller's
 
 Nothing that is read can run code: JSON and arrays of numbers, of which none is larger than the file.
@@ -30,7 +29,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,7 +74,7 @@ def write(path: AnyPath, tensors: Mapping[str, Tensor], metadata: Mapping[str, A
     """Tensors by name and what JSON can hold, in one file; whatever happens, `path` is the old file or the new one."""
     if sys.byteorder != "little":
         raise StorageError("this machine is big-endian; expected a little-endian one, as the files are.")
-    plain, order = _plain(tensors)
+    plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
     try:
         text = json.dumps(
             {
@@ -84,7 +83,6 @@ def write(path: AnyPath, tensors: Mapping[str, Tensor], metadata: Mapping[str, A
                 "version": VERSION,
                 "library": library(),
                 "tensors": {name: sha256(tensor) for name, tensor in plain.items()},
-                "order": order,
                 "metadata": dict(metadata),
             },
             separators=(",", ":"),
@@ -147,26 +145,14 @@ def check_writable(path: AnyPath) -> Path:
     return found
 
 
-def _plain(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    """Tensors in main memory and row-major, and the order of the axes of those that were not.
-
-    A matrix that was stored by columns is stored so again when it is read: products then round alike.
-    """
-    plain: dict[str, Tensor] = {}
-    order: dict[str, list[int]] = {}
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu()
-        if value.layout != torch.strided or value.dtype not in _DTYPES or name == "__metadata__":
-            raise StorageError(
-                f"the tensor {name!r} has layout {value.layout} and dtype {value.dtype}; expected a dense one with a "
-                f"name of its own and one of the dtypes {[str(dtype) for dtype in _DTYPES]}. Convert it."
-            )
-        if not value.is_contiguous():
-            axes = sorted(range(value.dim()), key=value.stride, reverse=True)
-            if value.permute(axes).is_contiguous():
-                order[name], value = axes, value.permute(axes)
-        plain[name] = value.contiguous()
-    return plain, order
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    """A tensor in main memory and row-major."""
+    if tensor.layout != torch.strided or tensor.dtype not in _DTYPES or name == "__metadata__":
+        raise StorageError(
+            f"the tensor {name!r} has layout {tensor.layout} and dtype {tensor.dtype}; expected a dense one with a "
+            f"name of its own and one of the dtypes {[str(dtype) for dtype in _DTYPES]}. Convert it."
+        )
+    return tensor.detach().cpu().contiguous()
 
 
 @contextmanager
@@ -204,7 +190,7 @@ def read(path: AnyPath, device: str | torch.device = "cpu") -> tuple[dict[str, T
     """Tensors and metadata of a file, if every byte of it is as it was written."""
     path = Path(path)
     found = describe(path)
-    hashes, order = found["tensors"], found["order"]
+    hashes = found["tensors"]
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -213,10 +199,7 @@ def read(path: AnyPath, device: str | torch.device = "cpu") -> tuple[dict[str, T
                 if sha256(tensor) != hashes[name]:
                     raise StorageError(f"{path} is damaged in the tensor {name!r}; expected other numbers. {_AGAIN}")
                 # a copy: the file may be replaced later, and memory of our own is aligned as that of any other tensor
-                tensor = tensor.clone()
-                if name in order:
-                    tensor = tensor.permute(_back(order[name]))
-                tensors[name] = tensor.to(device)
+                tensors[name] = tensor.clone().to(device)
     except (SafetensorError, OSError) as error:
         raise StorageError(f"{path} is damaged: {error}. {_AGAIN}") from error
     return tensors, found["metadata"]
@@ -249,16 +232,8 @@ def describe(path: AnyPath) -> dict[str, Any]:
     if size != end:
         what = "is truncated" if size < end else "goes on after its end"
         raise StorageError(f"{path} {what}: it has {size} bytes; expected {end}. {_AGAIN}")
-    found["shapes"] = {
-        name: [entry["shape"][axis] for axis in _back(found["order"].get(name, range(len(entry["shape"]))))]
-        for name, entry in shapes.items()
-    }
+    found["shapes"] = {name: entry["shape"] for name, entry in shapes.items()}
     return found
-
-
-def _back(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes another."""
-    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _head(file: BinaryIO, path: Path) -> bytes:
@@ -303,19 +278,17 @@ def _parsed(raw: bytes, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_description(found: dict[str, Any], shapes: dict[str, Any], path: Path) -> None:
-    """Hashes of the tensors that there are, and orders that are orders: also in a file that somebody made up."""
-    fits = all(isinstance(found.get(name), dict) for name in ("tensors", "order", "metadata"))
-    fits = fits and found["tensors"].keys() == shapes.keys() and found["order"].keys() <= shapes.keys()
-    if not fits or not all(_placed(entry, found["order"].get(name)) for name, entry in shapes.items()):
+    """Hashes of the tensors that there are, each with a shape and a place: also in a file that somebody made up."""
+    fits = all(isinstance(found.get(name), dict) for name in ("tensors", "metadata"))
+    if not fits or found["tensors"].keys() != shapes.keys() or not all(map(_placed, shapes.values())):
         raise StorageError(f"{path} has a description that does not fit its tensors; expected one of lapwing. {_AGAIN}")
 
 
-def _placed(entry: Any, order: Any) -> bool:
-    """Whether an entry has a shape and a place in the file, and its order is one of its axes."""
+def _placed(entry: Any) -> bool:
+    """Whether an entry has a shape and a place in the file."""
     if not isinstance(entry, dict) or not all(_counts(entry.get(name)) for name in ("shape", "data_offsets")):
         return False
-    fits = len(entry["data_offsets"]) == 2
-    return fits and (order is None or (_counts(order) and sorted(order) == list(range(len(entry["shape"])))))
+    return len(entry["data_offsets"]) == 2
 
 
 def _counts(value: Any) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lapwing import likelihoods, linalg
@@ -118,6 +119,17 @@ def unpack(description: Any, tensors: Mapping[str, Tensor]) -> Any:
         raise DataError(
             f"the fields of {kind.__name__} do not fit: {error}; expected those of this version."
         ) from error
+
+
+def compact(value: Any) -> Any:
+    """The same object with all tensors row-major and in memory of their own, as they are when they come from a file.
+
+    Products of the same numbers in another layout may round in another way.
+    """
+    description, tensors = pack(value)
+    if all(tensor.is_contiguous() and tensor.storage_offset() == 0 for tensor in tensors.values()):
+        return value
+    return unpack(description, {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items()})
 
 
 def _join(path: str, name: str) -> str:

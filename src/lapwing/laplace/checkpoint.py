@@ -1,0 +1,268 @@
+"""Fits that survive a kill: the pass is cut into segments, whose curvatures are added, and the sum so far is on disk.
+
+After every segment one file holds the sum, what was seen, the number of batches, the generator's state and a running
+hash of the batches: memory and disk O(curvature). Started again with the same path, a fit draws the batches that are in
+the sum, checks that they are the same, and goes on; its result is bit for bit that of a fit which was not interrupted,
+on the same machine. The file is removed in the end.
+
+The loader must give the same batches in the same order every time: a DataLoader with `shuffle=False`, or with
+`generator=torch.Generator().manual_seed(0)` made anew for every attempt.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import CurvatureError, DataError, LapwingError, OptionError, StorageError
+from lapwing.estimate.dual import LIMIT
+from lapwing.estimate.passes import Watched
+from lapwing.laplace.data import Seen
+from lapwing.laplace.files import described, options
+from lapwing.laplace.structures import AnyTangent
+from lapwing.linalg import Curvature, Dual
+from lapwing.serialize import pack, read, unpack, write
+from lapwing.serialize.files import PARTIAL, AnyPath, check_writable, sha256
+from lapwing.tangent.features import FeatureTangent
+
+if TYPE_CHECKING:
+    from lapwing.laplace.base import BaseLaplace
+
+EVERY = 50
+"""Batches between two writes."""
+_NONE = object()
+
+
+@dataclass
+class Progress:
+    """How far a pass has come: the sum of curvatures, and the number and the running hash of the batches in it."""
+
+    total: Curvature | None = None
+    batches: int = 0
+    data: str = ""
+
+    def draw(self, batch: Any) -> Any:
+        """The batch, counted and hashed."""
+        self.batches, self.data = self.batches + 1, digest((self.data, batch))
+        return batch
+
+
+def checkpointed(
+    laplace: BaseLaplace,
+    tangent: AnyTangent,
+    pairs: Iterable[Any],
+    seen: Seen,
+    generator: torch.Generator | None,
+    path: AnyPath,
+    every: int,
+) -> Curvature:
+    """The curvature of all batches, in segments of `every`; goes on where the file at `path` ends, if there is one."""
+    _check(laplace, generator, every)
+    path, same = check_writable(path), identity(laplace, tangent, generator, every)
+    batches, progress = iter(pairs), Progress()
+    if path.exists():
+        saved = _read(path, same)
+        _skip(batches, progress, saved["batches"], saved["data"], path)
+        progress.total = _resumed(saved, seen, generator, tangent.space.device, path)
+    while (first := next(batches, _NONE)) is not _NONE:
+        start = progress.batches
+        segment = map(progress.draw, chain([first], islice(batches, every - 1)))
+        try:
+            found = laplace.recipe(tangent, laplace.distribution, Watched(segment, _nothing, seen.saw), generator)
+            progress.total = found if progress.total is None else progress.total + found
+        except LapwingError as error:
+            raise type(error)(f"from batch {start} on, counted from there: {error}") from error
+        _check_rows(laplace, progress.total)
+        _write(path, same, progress, seen, generator)
+    if progress.total is None:
+        raise DataError(
+            "the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last."
+        )
+    return progress.total
+
+
+def remove(path: AnyPath) -> None:
+    """Removes the file of a fit that is done, and what a kill has left of one that was being written."""
+    target = Path(path).resolve()
+    left = target.parent.glob(f".{glob.escape(target.name)}.*{PARTIAL}")
+    for each in (target, *left):
+        with suppress(FileNotFoundError):
+            each.unlink()
+
+
+def _nothing() -> None:
+    """A segment does not begin the pass anew."""
+
+
+# -- what must be the same ---------------------------------------------------------------------------------------------
+
+
+def identity(
+    laplace: BaseLaplace, tangent: AnyTangent, generator: torch.Generator | None, every: int
+) -> dict[str, Any]:
+    """What the sums depend on, besides the data; as JSON gives it back."""
+    made, tensors = described(laplace)
+    space, entries = tangent.space, _entries(laplace)
+    found = {
+        "network": {name: list(value.shape) for name, value in entries.items()},
+        "parameters": [[name, list(shape)] for name, shape in zip(space.names, space.shapes, strict=True)],
+        "class": made["class"],
+        "likelihood": made["likelihood"],
+        "options": {n: digest(v) if isinstance(v, Tensor) else v for n, v in options(laplace).items()},
+        "numbers of the likelihood": {n: digest(v) for n, v in tensors.items() if n.startswith("likelihood.")},
+        "closed form": isinstance(tangent, FeatureTangent),
+        "dtype": str(space.dtype),
+        "device": space.device.type,
+        "checkpoint_every": every,
+        "generator's seed": None if generator is None else generator.initial_seed(),
+        "weights": digest(entries),
+    }
+    return json.loads(json.dumps(found))
+
+
+def _entries(laplace: BaseLaplace) -> dict[str, Tensor]:
+    return {name: value for name, value in laplace.model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def digest(value: Any) -> str:
+    """sha256 of tensors, numbers and strings, nested in any way: of their kind, shape and numbers."""
+    if isinstance(value, Tensor):
+        text = f"{value.dtype} {tuple(value.shape)} {sha256(value)}"
+    elif isinstance(value, Mapping):
+        text = " ".join(f"{key!r} {digest(each)}" for key, each in value.items())
+    elif isinstance(value, (tuple, list)):
+        text = " ".join(map(digest, value))
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        text = repr(value)
+    else:
+        raise DataError(
+            f"a batch holds a {type(value).__name__}, which cannot be compared with that of another attempt; expected "
+            "tensors, numbers and strings. Convert it, or fit without a checkpoint."
+        )
+    kind = "Tensor" if isinstance(value, Tensor) else type(value).__name__  # a Parameter counts as a tensor
+    return hashlib.sha256(f"{kind}({text})".encode()).hexdigest()
+
+
+def _check(laplace: BaseLaplace, generator: torch.Generator | None, every: int) -> None:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise OptionError(f"checkpoint_every is {every!r}; expected a number of batches >= 1.")
+    if laplace.recipe.structure == "lowrank":
+        raise OptionError(
+            "a low-rank curvature cannot be fitted with a checkpoint: the leading eigenvectors of parts do not add up "
+            "to those of the whole. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'."
+        )
+    if laplace.recipe.source == "mc" and generator is None:
+        raise OptionError(
+            "a Monte-Carlo fit with a checkpoint has no generator; expected one, whose state is kept: "
+            "fit(..., generator=torch.Generator().manual_seed(0))."
+        )
+
+
+def _check_rows(laplace: BaseLaplace, total: Curvature) -> None:
+    """The limit on rows is one of the whole, and each segment knows only its own."""
+    limit = laplace.recipe.options.get("limit", LIMIT)
+    if isinstance(total, Dual) and total.rows.count > limit:
+        raise CurvatureError(
+            f"the data so far make {total.rows.count} rows; expected at most {limit}. Use fewer data points "
+            "(n_subset), a Kronecker structure, or raise `limit`."
+        )
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def _write(path: Path, same: dict[str, Any], progress: Progress, seen: Seen, generator: torch.Generator | None) -> None:
+    description, tensors = pack(progress.total)
+    tensors = {f"sum.{name}": value for name, value in tensors.items()}
+    assert isinstance(seen.total, Tensor)
+    assert seen.shape is not None
+    tensors["seen"] = seen.total
+    if generator is not None:
+        tensors["generator"] = generator.get_state()
+    metadata = {
+        "kind": "checkpoint",
+        "same": same,
+        "structure": description,
+        "batches": progress.batches,
+        "data": progress.data,
+        "seen": {"points": seen.points, "targets": seen.targets, "shape": list(seen.shape)},
+    }
+    write(path, tensors, metadata)
+
+
+def _read(path: Path, same: dict[str, Any]) -> dict[str, Any]:
+    """The file, if it is a checkpoint of the same fit."""
+    try:
+        tensors, metadata = read(path)
+    except StorageError as error:
+        raise StorageError(f"the checkpoint cannot be used. {error} Delete it to begin anew.") from error
+    if metadata.get("kind") != "checkpoint" or not isinstance(metadata.get("same"), dict):
+        raise StorageError(
+            f"{path} holds {metadata.get('kind')!r}; expected a 'checkpoint' of this fit, or no file. Choose another "
+            "path."
+        )
+    saved = metadata["same"]
+    other = [name for name in same if saved.get(name) != same[name]]
+    if other:
+        what = "; ".join(_difference(name, saved.get(name), same[name]) for name in other)
+        raise StorageError(
+            f"{path} is a checkpoint of another fit: {what}. Expected the same model, weights and options. Restore "
+            "them, or delete the file to begin anew."
+        )
+    return {**metadata, "tensors": tensors}
+
+
+def _difference(name: str, saved: Any, ours: Any) -> str:
+    if name == "weights":
+        return "the model's weights or buffers have other numbers"
+    if isinstance(saved, dict) and isinstance(ours, dict):
+        was, now = ({key: each.get(key, "not there") for key in {**saved, **ours}} for each in (saved, ours))
+        key = next(key for key in was if was[key] != now[key])
+        return f"{name}: {key!r} was {was[key]} and is {now[key]}"
+    return f"{name} was {saved} and is {ours}"
+
+
+def _skip(batches: Iterator[Any], progress: Progress, count: int, data: str, path: Path) -> None:
+    """Draws the batches that are in the sum already, and makes sure that they are the same."""
+    for batch in islice(batches, count):
+        progress.draw(batch)
+    if progress.batches < count:
+        raise StorageError(
+            f"{path} is a checkpoint after {count} batches, and the loader has {progress.batches}; expected the same "
+            "data. Restore them, or delete the file to begin anew."
+        )
+    if progress.data != data:
+        raise StorageError(
+            f"the first {count} batches are not those that the checkpoint {path} is of; expected the same data in the "
+            "same order. Use shuffle=False, or a DataLoader with generator=torch.Generator().manual_seed(...) made "
+            "anew for every attempt; or delete the file to begin anew."
+        )
+
+
+def _resumed(
+    saved: dict[str, Any], seen: Seen, generator: torch.Generator | None, device: torch.device, path: Path
+) -> Curvature:
+    """The sum so far; what was seen and the generator's state are put back."""
+    try:
+        tensors: dict[str, Tensor] = saved["tensors"]
+        parts = {n.removeprefix("sum."): t.to(device) for n, t in tensors.items() if n.startswith("sum.")}
+        total, facts = unpack(saved["structure"], parts), saved["seen"]
+        if not isinstance(total, Curvature):
+            raise StorageError(f"the checkpoint {path} holds no curvature; expected one. Delete it to begin anew.")
+        seen.points, seen.targets, seen.shape = facts["points"], facts["targets"], torch.Size(facts["shape"])
+        seen.total = tensors["seen"].to(device)
+        if generator is not None:
+            generator.set_state(tensors["generator"])
+    except (KeyError, TypeError) as error:
+        raise StorageError(f"the checkpoint {path} is incomplete ({error}). Delete it to begin anew.") from error
+    return total
