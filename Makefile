@@ -32,8 +32,8 @@ $(stamp): pyproject.toml constraints.txt
 	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
-demo: $(stamp) ## a posterior in under a minute; writes docs/images/demo.png
-	$(python) -m lapwing.applications.demo
+demo: $(stamp) ## two data sets from table to report in a minute; writes build/demo and docs/images/demo.png
+	$(VENV)/bin/lapwing demo --out build/demo --picture docs/images/demo.png
 
 test: $(stamp) ## tests and doctests, warnings are errors
 	$(python) -m pytest -n $(WORKERS)

@@ -316,6 +316,21 @@ def test_evidence_is_that_of_the_posterior_and_leaves_it_alone() -> None:
     assert numbers.evidence(la) is None
 
 
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_evidence_of_a_full_posterior_with_a_grouped_prior_needs_one_decomposition(task: str) -> None:
+    la = fitted(task, "all", "full", temperature=0.7)
+    if task == "regression":
+        la.sigma_noise = 0.4
+    la.prior_precision = torch.linspace(0.5, 3.0, la.n_layers, dtype=torch.float64)
+    found = numbers.evidence(la)
+    assert found is not None
+    assert found["common_factor"]
+    assert found["chosen_log_evidence"] == pytest.approx(float(la.log_marginal_likelihood()), rel=1e-10)
+    own, at = la.prior_precision.clone(), 7
+    direct = la.log_marginal_likelihood(own * found["precision"][at])
+    assert found["log_evidence"][at] == pytest.approx(float(direct), rel=1e-10)
+
+
 def test_positions_to_be_ignored_do_not_count() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 5, D, generator=generator, dtype=torch.float64)

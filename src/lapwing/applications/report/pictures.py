@@ -164,7 +164,8 @@ def evidence(axes: Any, figures: Figures) -> None:
     name = "all prior precisions, multiplied by" if figures["common_factor"] else "prior precision"
     axes.set(xlabel=f"{name}  (left: free weights, right: weights near zero)", ylabel="log evidence")
     # to the right the curve falls without end; the left end says how far down is of interest
-    best, left = max(figures["log_evidence"]), figures["log_evidence"][0]
+    shown = [value for value in figures["log_evidence"] if value == value]
+    best, left = max(shown), shown[0]
     drop = max(best - left, best - figures["chosen_log_evidence"], 1.0)
     axes.set_ylim(best - 1.3 * drop, best + 0.12 * drop)
     axes.legend(loc="lower center")

@@ -152,7 +152,7 @@ def evidence(figures: Figures) -> tuple[str, str]:
         "precision lets weights roam, a large one holds them near zero; the top of the curve is the balance that the "
         "training data themselves prefer."
     )
-    best = max(figures["log_evidence"])
+    best = max(value for value in figures["log_evidence"] if value == value)
     loss = best - figures["chosen_log_evidence"]
     value = (
         "the precisions used here" if figures["common_factor"] else f"the precision used here, {figures['chosen']:.3g},"

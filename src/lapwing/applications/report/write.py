@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from lapwing.applications.report import numbers
 from lapwing.applications.report.observe import SHOWN_COLUMNS, Classes, Observed, observe
 from lapwing.applications.report.page import number, render
-from lapwing.errors import DataError
+from lapwing.errors import DataError, OptionError
 from lapwing.laplace import BaseLaplace
 
 Figures = dict[str, Any]
 
 
 def report(
-    la: BaseLaplace,
-    loader: Iterable[Any],
+    la: Any,
+    loader: Any,
     path: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
-    out_of_distribution: Tensor | Iterable[Any] | None = None,
+    out_of_distribution: Any = None,
     title: str | None = None,
 ) -> Figures:
     """Writes one self-contained HTML page about a fitted posterior, and returns its figures.
@@ -35,11 +33,26 @@ def report(
     `loader` yields (x, y) that were not used for training. `names` are those of the input columns, `classes` those of
     the classes. `out_of_distribution` is a tensor of inputs, or batches of them; without it unfamiliar inputs are made
     by shuffling and stretching the columns, and the page says so. The model is not changed.
+
+    For a fitted table (`Bundle`), `loader` is a table with the target: the path of a file, or a data frame.
     """
+    if not isinstance(la, BaseLaplace):
+        return _of_table(la, loader, path, out_of_distribution, title)
     observed = observe(la, loader, out_of_distribution, keep_columns=names is not None)
     figures = collect(la, observed, names=names, classes=classes, title=title)
     write(path, render(figures))
     return figures
+
+
+def _of_table(bundle: Any, source: Any, path: str | os.PathLike[str], outside: Any, title: str | None) -> Figures:
+    from lapwing.applications.bundle import Bundle  # pandas is an extra of the package
+    from lapwing.applications.report.tables import report_table
+
+    if not isinstance(bundle, Bundle):
+        raise OptionError(
+            f"a report of a {type(bundle).__name__} was asked for; expected a Laplace object, or a fitted table."
+        )
+    return report_table(bundle, source, path, out_of_distribution=outside, title=title)
 
 
 def collect(

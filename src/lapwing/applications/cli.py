@@ -1,0 +1,293 @@
+"""`lapwing`: error bars for a table in one command.
+
+lapwing fit data.csv --target price           a network with a posterior, in data.lapwing
+lapwing predict data.lapwing new.csv          predictions with error bars, in predictions.csv
+lapwing report data.lapwing data.csv          one page of pictures and plain language, in report.html
+lapwing inspect data.lapwing                  what a file holds
+lapwing demo                                  all of it on two real data sets
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+
+import lapwing
+from lapwing.applications.console import Stages, comparison, handled, notes, say, say_json
+from lapwing.errors import OptionError
+
+app = typer.Typer(
+    name="lapwing",
+    help="Error bars for a table: fit a network with a Laplace posterior, predict, and report.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Model = Annotated[Path, typer.Argument(help="A file that `lapwing fit` has written.", show_default=False)]
+Data = Annotated[Path, typer.Argument(help="A CSV or Parquet file.", show_default=False)]
+
+
+class Task(StrEnum):
+    AUTO = "auto"
+    REGRESSION = "regression"
+    CLASSIFICATION = "classification"
+
+
+class Network(StrEnum):
+    MLP = "mlp"
+    RESNET = "resnet"
+
+
+def _version(asked: bool) -> bool:
+    if asked:
+        say(f"lapwing {lapwing.__version__}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def fit(
+    data: Data,
+    target: Annotated[str, typer.Option(help="The column to predict.", show_default=False)],
+    task: Annotated[Task, typer.Option(help="Amounts, classes, or what the column looks like.")] = Task.AUTO,
+    out: Annotated[Path | None, typer.Option(help="Where to write the model; <data>.lapwing by default.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the split and the training; the same seed, the same result.")] = 0,
+    network: Annotated[Network | None, typer.Option(help="Plain layers, or residual blocks.")] = None,
+    width: Annotated[int | None, typer.Option(help="Units of a layer.", min=1)] = None,
+    depth: Annotated[int | None, typer.Option(help="Number of layers, or blocks.", min=0)] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data; by its size if not given.", min=1)] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Fit a network with error bars to a table, and compare it with the network alone."""
+    with handled(debug):
+        from lapwing.applications.fitting import fit_table
+        from lapwing.applications.network import Spec
+
+        given = {"kind": network and network.value, "width": width, "depth": depth}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        spec = Spec(1, 1, **chosen) if chosen else None  # inputs and outputs are those of the table
+        path = out or Path(data.name.removesuffix(".gz")).with_suffix(".lapwing")
+        _check_writable(path)
+        start = perf_counter()
+        with Stages(as_json) as stages:
+            bundle = fit_table(data, target, task=task.value, seed=seed, progress=stages, epochs=epochs, spec=spec)
+            bundle.save(path)
+        seconds = perf_counter() - start
+        found = {
+            "model": str(path),
+            "target": target,
+            "task": bundle.task,
+            "structure": bundle.la.structure,
+            "parameters": bundle.la.n_params,
+            "summary": bundle.summary.to_dict(),
+            "notes": list(bundle.notes),
+            "explained": bundle.explain(),
+            "seed": seed,
+            "seconds": seconds,
+        }
+        if as_json:
+            say_json(found)
+            return
+        used = bundle.summary.rows_used
+        again = f" --seed {seed}" if seed else ""
+        say(
+            f"{bundle.task.capitalize()} of {target!r}: {used['train']:,} rows to learn from, {used['calibration']:,} "
+            f"to calibrate, {used['test']:,} to test.",
+            f"{bundle.la.n_params:,} weights, {bundle.la.structure} posterior, {seconds:.1f} s.\n",
+            comparison(bundle.summary),
+            *notes(bundle.notes),
+            f"\nModel: {path}",
+            f"Next:  lapwing report {path} {data}{again}",
+        )
+
+
+@app.command()
+def predict(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Where to write the predictions: .csv, or .parquet.")] = Path(
+        "predictions.csv"
+    ),
+    level: Annotated[float, typer.Option(help="Probability of the intervals and sets.", min=0.01, max=0.999)] = 0.9,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Predict the rows of a table, with error bars, intervals and a flag for rows unlike the data."""
+    with handled(debug):
+        from lapwing.applications.bundle import Bundle
+
+        _check_writable(out)
+        bundle = Bundle.load(model)
+        start = perf_counter()
+        with Stages(as_json) as stages:
+            found = _predicted(bundle, data, out, level, stages)
+        explained = bundle.explain(level)[1:]
+        if as_json:
+            say_json(
+                {
+                    "predictions": str(out),
+                    **found,
+                    "level": level,
+                    "threshold": bundle.ood.threshold,
+                    "explained": explained,
+                    "seconds": perf_counter() - start,
+                }
+            )
+            return
+        flagged = f"{found['flagged']:,} flagged as unlike the data" if found["flagged"] else "none unlike the data"
+        say(
+            f"{found['rows']:,} rows predicted, {flagged}, {perf_counter() - start:.1f} s.",
+            *notes(found["notes"]),
+            *notes(explained, "What the columns promise"),
+            f"\nPredictions: {out}",
+        )
+
+
+def _predicted(bundle: Any, data: Path, out: Path, level: float, stages: Stages) -> dict[str, Any]:
+    """Writes the predictions chunk by chunk; the file appears when it is complete."""
+    from lapwing.applications.reading import pd
+    from lapwing.applications.table import Notes
+
+    remarks, rows, flagged, frames = Notes(), 0, 0, []
+    partial = out.with_name(f"{out.name}.partial")
+    parquet = out.suffix.lower() in (".parquet", ".pq")
+    try:
+        for frame in bundle.predict_chunks(data, level=level, notes=remarks):
+            if parquet:
+                frames.append(frame)
+            else:
+                frame.to_csv(partial, mode="a" if rows else "w", header=not rows, index=False)
+            rows, flagged = rows + len(frame), flagged + int(frame["ood"].sum())
+            stages(f"predicting, {rows:,} rows", 0.0)
+        if not rows:
+            raise OptionError(f"{data} has no rows; expected at least one to predict.")
+        if parquet:
+            pd.concat(frames).to_parquet(partial, index=False)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return {"rows": rows, "flagged": flagged, "notes": remarks.listed()}
+
+
+@app.command()
+def report(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("report.html"),
+    unfamiliar: Annotated[
+        Path | None, typer.Option(help="A table of rows unlike the data, to compare uncertainties with.")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the fit: finds the rows again that it held out.")] = 0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write one page of pictures and plain language about a model; it opens offline in any browser."""
+    with handled(debug):
+        from lapwing.applications.bundle import Bundle
+        from lapwing.applications.report.tables import report_table
+
+        _check_writable(out)
+        bundle = Bundle.load(model)
+        start = perf_counter()
+        with Stages(as_json) as stages:
+            figures = report_table(
+                bundle, data, out, out_of_distribution=unfamiliar, title=title, seed=seed, progress=stages
+            )
+        if as_json:
+            say_json({"report": str(out), "seconds": perf_counter() - start, "figures": figures})
+            return
+        from lapwing.applications.report.words import headline
+
+        which = "the rows that the fit held out to test" if figures["rows_are_test"] else "rows with a known target"
+        say(
+            f"{figures['rows']:,} rows ({which}), {perf_counter() - start:.1f} s.",
+            *headline(figures),
+            f"\nReport: {out}",
+        )
+
+
+@app.command()
+def inspect(model: Model, as_json: Json = False, debug: Debug = False) -> None:
+    """Say what a file holds: task, columns, network, posterior, calibration, scores."""
+    with handled(debug):
+        from lapwing.applications.inspecting import inspected, lines
+
+        found = inspected(model)
+        if as_json:
+            say_json(found)
+        else:
+            say(*lines(found))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("lapwing-demo"),
+    picture: Annotated[Path | None, typer.Option(help="Where to draw a picture of it, as PNG.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the split and the training.")] = 0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Fit, predict and report on real data: handwritten digits, and the progress of diabetes. About a minute."""
+    with handled(debug):
+        from lapwing.applications.demo import run
+
+        start = perf_counter()
+        with Stages(as_json) as stages:
+            shown = run(out, seed=seed, progress=stages, picture=picture)
+        if as_json:
+            say_json(
+                {
+                    "demos": [each.as_dict() for each in shown],
+                    "seconds": perf_counter() - start,
+                    "picture": None if picture is None else str(picture),
+                }
+            )
+            return
+        for each in shown:
+            say(
+                f"{each.title}",
+                comparison(each.bundle.summary),
+                each.said,
+                f"Model:  {each.model}",
+                f"Report: {each.report}\n",
+            )
+        say(
+            *([f"Picture: {picture}"] if picture else []),
+            f"Done in {perf_counter() - start:.0f} s. Open the reports in a browser.",
+        )
+
+
+def _check_writable(path: Path) -> None:
+    """Before the work, not after it."""
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder; expected the name of a file to write.")
+    if not path.parent.is_dir():
+        raise OptionError(f"there is no folder {path.parent}; expected one that exists. Create it first.")
+
+
+def main() -> None:
+    """The command `lapwing`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

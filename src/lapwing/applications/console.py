@@ -1,0 +1,160 @@
+"""How the command line speaks: tables and notes on stdout, progress and errors on stderr, JSON for machines.
+
+With `--json`, stdout holds one JSON document and nothing else. Progress bars are drawn on a terminal only, once the
+work has lasted a second. Exit codes: 0 done, 1 failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from time import perf_counter
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from lapwing.errors import LapwingError, LapwingWarning
+
+DELAY = 1.0
+"""Seconds of work before a bar is drawn."""
+FAILED, BAD_INPUT = 1, 2
+
+
+@contextmanager
+def handled(debug: bool = False) -> Iterator[None]:
+    """Errors as one clean message on stderr and an exit code; with `debug` the traceback before it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LapwingWarning)  # what they say is among the notes
+            yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        raise typer.Exit(_explained(error, debug)) from error
+
+
+def _explained(error: Exception, debug: bool) -> int:
+    """Prints what went wrong; the exit code."""
+    if isinstance(error, LapwingError):
+        complain(str(error))
+        return BAD_INPUT if isinstance(error, ValueError) else FAILED
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        complain(f"{where}{error.strerror or error}.")
+        missing = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError))
+        return BAD_INPUT if missing else FAILED
+    if isinstance(error, ImportError):
+        complain(str(error))
+        return FAILED
+    hint = "" if debug else " Run it again with --debug to see where."
+    complain(f"{type(error).__name__}: {error}.{hint}")
+    return FAILED
+
+
+def complain(message: str) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("Error: ", "bold red"), message))
+
+
+class Stages:
+    """`stages(name, share)` shows how far a stage is; nothing before a second has passed, nothing off a terminal."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._console = Console(stderr=True)
+        self._on = self._console.is_terminal and not quiet
+        self._start = perf_counter()
+        self._bars: Progress | None = None
+        self._stage, self._task = "", TaskID(0)
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __call__(self, stage: str, share: float) -> None:
+        if not self._on or (self._bars is None and perf_counter() - self._start < DELAY):
+            return
+        if self._bars is None:
+            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%")
+            self._bars = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
+            self._bars.start()
+        if stage != self._stage:
+            for task in self._bars.task_ids:
+                self._bars.remove_task(task)
+            self._stage, self._task = stage, self._bars.add_task(stage, total=1.0)
+        self._bars.update(self._task, completed=share)
+
+
+def say(*lines: str | Table | Text) -> None:
+    """Lines and tables for people."""
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False) if isinstance(line, str) else console.print(line)
+
+
+def say_json(value: Any) -> None:
+    """One JSON document."""
+    sys.stdout.write(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: numbers that are none become null."""
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def notes(lines: Sequence[str], title: str = "Notes") -> list[Text]:
+    if not lines:
+        return []
+    return [Text(f"\n{title}", style="bold"), *(Text.assemble("  - ", line) for line in lines)]
+
+
+def comparison(summary: Any) -> Table:
+    """MAP against Laplace, a line for each score; the better one stands out."""
+    counts = summary.rows_used.get("test", 0)
+    table = Table(title=f"On {counts:,} rows that were held out", title_justify="left", title_style="bold")
+    table.add_column("")
+    for column in ("MAP", "Laplace", "wanted"):
+        table.add_column(column, justify="left" if column == "wanted" else "right")
+    network, laplace = summary.rows
+    lines = [("Negative log-likelihood", "nll", "low")]
+    lines += [("Root mean squared error", "rmse", "low")] if summary.task == "regression" else []
+    lines += [("Accuracy", "accuracy", "high")] if summary.task == "classification" else []
+    lines += [("Calibration error (ECE)", "ece", "low")]
+    kind = "interval" if summary.task == "regression" else "set"
+    lines += [(f"Coverage of the {n}% {kind}", f"coverage_{n}", n / 100) for n in (50, 90, 95)]
+    lines += [(f"  the same, conformal {n}%", f"conformal_{n}", n / 100) for n in (90, 95)]
+    for name, field, goal in lines:
+        table.add_row(name, *_scores(getattr(network, field), getattr(laplace, field), goal, field), _wanted(goal))
+    table.add_row("Seconds to predict them", f"{network.seconds:.3f}", f"{laplace.seconds:.3f}", "")
+    return table
+
+
+def _wanted(goal: str | float) -> str:
+    return f"{goal:.0%}" if isinstance(goal, float) else str(goal)
+
+
+def _scores(network: float | None, laplace: float | None, goal: str | float, field: str) -> list[Text]:
+    if network is None or laplace is None:
+        return [Text("too few rows", style="dim"), Text("too few rows", style="dim")]
+    percent = isinstance(goal, float) or field in ("accuracy", "ece")
+    shown = [f"{value:.1%}" if percent else f"{value:.4g}" for value in (network, laplace)]
+    badness = [abs(v - goal) if isinstance(goal, float) else -v if goal == "high" else v for v in (network, laplace)]
+    best = badness.index(min(badness)) if shown[0] != shown[1] else None
+    return [Text(text, style="bold green" if number == best else "") for number, text in enumerate(shown)]

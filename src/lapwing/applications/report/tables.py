@@ -1,0 +1,209 @@
+"""The report of a fitted table: as for any posterior, in the table's own unit, with its own conformal calibration.
+
+Rows that the fit trained on say little about new ones. Where the table is the one that was fitted, its split is made
+again from the seed, and only the rows held out to test are looked at; that they are the same is proved by their score.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lapwing.applications.bundle import NUMBERS, Bundle, score
+from lapwing.applications.conformal import quantile
+from lapwing.applications.reading import Table, open_table, pd
+from lapwing.applications.report.numbers import LEVELS
+from lapwing.applications.report.observe import SHOWN_COLUMNS, Classes, Observed, observe
+from lapwing.applications.report.page import number, render
+from lapwing.applications.report.write import collect, write
+from lapwing.applications.targets import TEST, present, split
+from lapwing.errors import DataError
+
+Figures = dict[str, Any]
+Tell = Callable[[str, float], object]
+ROWS = 100_000
+"""A report looks at no more rows than this: the first ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Rows with targets: inputs, targets in their unit, numbers of the rows in the table, first columns as written."""
+
+    x: Float[Tensor, "rows inputs"]
+    y: Tensor
+    rows: Int[np.ndarray, " rows"]
+    shown: Any
+    is_test: bool
+    complete: bool
+
+
+def report_table(
+    bundle: Bundle,
+    source: Any,
+    path: str | os.PathLike[str],
+    *,
+    out_of_distribution: Any = None,
+    title: str | None = None,
+    seed: int = 0,
+    progress: Tell | None = None,
+) -> Figures:
+    """Writes the page for a fitted table and rows that have the target; returns its figures,
+    and as `looked_at` the numbers of the rows.
+
+    `seed` is the one of the fit, by which rows that it held out are found again. `out_of_distribution` is a table of
+    unfamiliar rows.
+    """
+    tell = progress or (lambda stage, share: None)
+    tell("reading the table", 0.0)
+    table = open_table(source)
+    held = _held(bundle, table, _test_rows(bundle, table, seed))
+    if held.is_test and not _same_score(bundle, held):  # another table with as many rows
+        held = _held(bundle, table, None)
+    batch = max(16, min(4096, NUMBERS // (bundle.la.n_params * bundle.target.outputs)))
+    targets = bundle.target.tensor(held.y.numpy())
+    outside = None if out_of_distribution is None else _inputs(bundle, open_table(out_of_distribution), batch)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, len(held.x), batch):
+            tell("predicting", start / len(held.x))
+            yield held.x[start : start + batch], targets[start : start + batch]
+
+    observed = observe(bundle.la, batches(), outside)
+    if bundle.task == "regression":
+        observed = observed.rescaled(bundle.target.deviation, bundle.target.mean)
+    tell("drawing", 0.0)
+    figures = collect(
+        bundle.la,
+        observed,
+        classes=bundle.classes or None,
+        title=title or f"{bundle.target.name}, predicted from {table.name}",
+        conformal=_conformal(bundle, observed),
+        facts=[f"target {bundle.target.name}"],
+        choices=_choices(bundle, held),
+    )
+    figures |= {"threshold": bundle.ood.threshold, "fit": bundle.summary.to_dict(), "rows_are_test": held.is_test}
+    figures["columns"] = [str(name) for name in held.shown.columns]
+    for row in figures["uncertain"]:
+        at = row["row"]
+        row["columns"] = [_shown(value) for value in held.shown.iloc[at].tolist()]
+        row["row"] = int(held.rows[at])
+    tell("drawing", 0.3)
+    write(path, render(figures))
+    tell("drawing", 1.0)
+    return figures | {"looked_at": held.rows.tolist()}
+
+
+def _held(bundle: Bundle, table: Table, wanted: Int[np.ndarray, " test"] | None) -> Held:
+    """Rows that have a target, at most `ROWS`: those that are wanted, or all."""
+    xs, ys, shown, count = [], [], [], 0
+    names = [column.name for column in bundle.encoder.used[:SHOWN_COLUMNS]]
+    complete, found = True, 0
+    for frame, x in bundle.encoded(table, target=True):
+        values = bundle.target.encode(frame[bundle.target.name])
+        rows = np.arange(count, count + len(frame))
+        kept = np.flatnonzero(present(values) & (True if wanted is None else np.isin(rows, wanted)))
+        room = ROWS - found
+        if len(kept) > room:
+            kept, complete = kept[:room], False
+        xs.append(x[torch.from_numpy(kept)])
+        ys.append(torch.from_numpy(values[kept]))
+        shown.append((rows[kept], frame.iloc[kept][names]))
+        count, found = count + len(frame), found + len(kept)
+        if not complete:
+            break
+    if not found:
+        raise DataError(
+            f"no row of {table.name} has a known value of {bundle.target.name!r}; expected some, as a report compares "
+            "predictions with what is true."
+        )
+    x, y = torch.cat(xs), torch.cat(ys)
+    rows = np.concatenate([rows for rows, _ in shown])
+    return Held(x, y, rows, pd.concat([frame for _, frame in shown]), wanted is not None, complete)
+
+
+def _test_rows(bundle: Bundle, table: Table, seed: int) -> Int[np.ndarray, " test"] | None:
+    """The rows that a fit of this table with this seed holds out to test; None where the counts differ."""
+    used = bundle.summary.rows_used
+    name = bundle.target.name
+    text = [name] if bundle.target.kind != "number" else []
+    if name not in table.columns:
+        return None  # reading the rows says so
+    values = np.concatenate([bundle.target.encode(frame[name]) for frame in table.chunks([name], text=text)] or [[]])
+    if int(present(values).sum()) < sum(used.values()):
+        return None
+    try:
+        parts = split(values, bundle.target, seed, sum(used.values()))
+    except DataError:
+        return None
+    rows = np.flatnonzero(parts == TEST)
+    return rows if len(rows) == used.get("test") else None
+
+
+def _same_score(bundle: Bundle, held: Held) -> bool:
+    found, stored = score(bundle, held.x, held.y)[1].nll, bundle.summary.rows[1].nll
+    return abs(found - stored) <= 1e-5 * (1 + abs(stored))
+
+
+def _inputs(bundle: Bundle, table: Table, batch: int) -> list[Tensor]:
+    found, count = [], 0
+    for _, x in bundle.encoded(table):
+        found += x[: ROWS - count].split(batch)
+        count += len(x)
+        if count >= ROWS:
+            break
+    if not count:
+        raise DataError(f"{table.name} has no rows; expected at least one unfamiliar row.")
+    return found
+
+
+def _conformal(bundle: Bundle, observed: Observed) -> Figures:
+    """Coverage and size of the bundle's own conformal intervals or sets; None where rows were too few for the level."""
+    data, scores = observed.data, bundle.conformal.scores
+    covered: list[float | None] = []
+    width: list[float | None] = []
+    for level in LEVELS:
+        bound = quantile(scores, level)
+        if bound == float("inf"):
+            covered.append(None)
+            width.append(None)
+        elif isinstance(data, Classes):
+            sets = bundle.conformal.sets(data.probabilities, level)
+            covered.append(float(sets.gather(1, data.targets.unsqueeze(1)).double().mean()))
+            width.append(float(sets.sum(1).double().mean()))
+        else:
+            error = (data.targets - data.mean).abs()
+            covered.append(float((error <= bound * data.deviation).double().mean()))
+            width.append(float(2 * bound * data.deviation.mean()))
+    return {"covered": covered, "width": width, "how": f"calibrated on {len(scores):,} rows that the fit held out"}
+
+
+def _choices(bundle: Bundle, held: Held) -> list[str]:
+    used = bundle.summary.rows_used
+    seconds = sum(bundle.summary.seconds.values())
+    said = [
+        "These are the rows that the fit held out to test: it neither trained nor calibrated on them."
+        if held.is_test
+        else "All rows of the table with a known target were looked at. Of rows that the fit has trained on, the "
+        "figures would be too good.",
+        f"Fitted to {used.get('train', 0):,} rows, calibrated on {used.get('calibration', 0):,} and tested on "
+        f"{used.get('test', 0):,}, in {seconds:.1f} seconds.",
+    ]
+    if not held.complete:
+        said.append(f"Only the first {ROWS:,} rows were looked at.")
+    return [*said, *bundle.notes, bundle.ood.explain(bundle.task == "classification")]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (float, np.floating)):
+        return "missing" if np.isnan(value) else number(float(value))
+    return "missing" if value is None or value is pd.NA else str(value)
+
+
+__all__: Sequence[str] = ["report_table"]
