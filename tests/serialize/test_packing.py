@@ -128,12 +128,11 @@ def test_a_class_of_ones_own_can_be_registered(monkeypatch: pytest.MonkeyPatch) 
 
 
 @every
-def test_compact_tensors_are_row_major_and_alone(name: str) -> None:
+def test_compact_tensors_are_row_major_and_aligned(name: str) -> None:
     found = curvature(name)
     again = compact(found)
     description, tensors = pack(again)
     assert description == pack(found)[0]
     assert all(torch.equal(value, tensors[key]) for key, value in pack(found)[1].items())
     assert all(value.is_contiguous() and value.storage_offset() == 0 for value in tensors.values())
-    assert len({value.data_ptr() for value in tensors.values()}) == len(tensors)
     assert compact(again) is again

@@ -122,14 +122,17 @@ def unpack(description: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def compact(value: Any) -> Any:
-    """The same object with all tensors row-major and in memory of their own, as they are when they come from a file.
+    """The same object with all tensors row-major and aligned, as they are when they come from a file.
 
     Products of the same numbers in another layout may round in another way.
     """
     description, tensors = pack(value)
-    if all(tensor.is_contiguous() and tensor.storage_offset() == 0 for tensor in tensors.values()):
+    spread = {name for name, each in tensors.items() if not each.is_contiguous() or each.storage_offset()}
+    if not spread:
         return value
-    return unpack(description, {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items()})
+    for name in spread:
+        tensors[name] = tensors[name].clone(memory_format=torch.contiguous_format)
+    return unpack(description, tensors)
 
 
 def _join(path: str, name: str) -> str:
