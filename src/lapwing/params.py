@@ -170,7 +170,8 @@ class ParamSpace:
     def values(self, model: nn.Module) -> Float[Tensor, " size"]:
         """The model's current parameters as a flat vector (a copy)."""
         named = dict(model.named_parameters())
-        return self.ravel({name: named[name].detach() for name in self.names}).clone()
+        flat = self.ravel({name: named[name].detach() for name in self.names})
+        return flat.clone() if len(self.names) == 1 else flat  # several are joined in a tensor of their own
 
     # -- groups ----------------------------------------------------------------------------------------------------
 

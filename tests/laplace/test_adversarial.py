@@ -209,10 +209,9 @@ def search(la: BaseLaplace, targets: Tensor = y, pred_type: str = "glm", **optio
         lambda: search(full(), optimize_sigma_noise=True),
         lambda: search(full(), counts=[1, 2]),
         lambda: search(full("classification", targets=labels), labels, method="pseudo_data", link_approx="quadrature"),
-        lambda: full("classification", targets=labels)(xt, joint=True),
         lambda: trained(prior_precision=50.0),
     ],
-    ids=["sigma", "counts", "pseudo_data", "joint", "training"],
+    ids=["sigma", "counts", "pseudo_data", "training"],
 )
 def test_an_option_is_read_or_refused(use: Callable[[], object]) -> None:
     with pytest.raises(LapwingError):

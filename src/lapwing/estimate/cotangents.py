@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import torch
 from jaxtyping import Float
@@ -30,6 +30,8 @@ class Columns:
     take: Callable[[slice], Tensor]
 
     def chunked(self, step: int) -> Iterator[Float[Tensor, "r batch *out"]]:
+        """At most `step` at a time, in parts of about the same size."""
+        step = ceil(self.count / ceil(self.count / step)) if self.count else 1
         for start in range(0, self.count, step):
             yield self.take(slice(start, min(start + step, self.count)))
 

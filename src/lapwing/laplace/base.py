@@ -203,20 +203,19 @@ class BaseLaplace(Weights):
         """Probabilities [B, *out] for classes and events; for numbers the mean [B, *out] and covariance [B, C, C].
 
         The covariance is that of the function, without observation noise. `joint=True` gives mean [B C] and covariance
-        [B C, B C] over all inputs; `diagonal_output=True` the variances in the shape of the outputs. `pred_type="nn"`
-        averages the network itself at sampled weights. `link_approx` is "probit", "mc", "probit_full", "bridge",
-        "bridge_norm", or "quadrature" for a single logit. Further arguments of the model go into x, where it is a
-        mapping. `fitting` is taken for compatibility and means nothing.
+        [B C, B C] over all inputs (probabilities are per input, and stay as they are); `diagonal_output=True` the
+        variances in the shape of the outputs. `pred_type="nn"` averages the network itself at sampled weights.
+        `link_approx` is "probit", "mc", "probit_full", "bridge", "bridge_norm", or "quadrature" for a single logit. Further
+        arguments of the model go into x, where it is a mapping. `fitting` is taken for compatibility and means nothing.
         """
         x = _with_arguments(x, model_kwargs)
         pred_type = self._pred_type(pred_type)
         link = choose(link_approx, predictions.LINKS, "link_approx")
         posterior = self.posterior
         classes = predictions.has_probabilities(self.distribution)
-        if joint and (pred_type == "nn" or classes):
+        if joint and pred_type == "nn":
             raise OptionError(
-                "joint=True was asked of class probabilities, or of pred_type='nn'; expected regression with 'glm'. "
-                "functional_samples and predictive_samples are joint over the inputs."
+                "joint=True goes with pred_type='glm'; found 'nn'. Use functional_samples, which are joint."
             )
         if pred_type == "nn":
             if not classes and whole(n_samples) < 2:

@@ -20,6 +20,8 @@ from lapwing.posterior import Gaussian
 from lapwing.predictive import bridge, bridge_norm, draws, probit, probit_full, quadrature
 
 LINKS = tuple(link.value for link in LinkApprox)
+FEW_OUTPUTS = 64
+"""Up to so many outputs the mean over draws is taken of draws of each input's own outputs: [B, C, C] is then small."""
 
 
 def has_probabilities(likelihood: Likelihood) -> bool:
@@ -48,9 +50,11 @@ def probabilities(
 ) -> Float[Tensor, "batch *out"]:
     """Class or event probabilities of the linearised network."""
     link = choose(link, LINKS, "link_approx")
-    if link == "mc":
-        return predicted(likelihood, draws(posterior, linear, n_samples, generator)).mean(0)
     value = linear.value
+    if link == "mc":
+        few = value.dim() == 2 and value.shape[1] <= FEW_OUTPUTS
+        found = (marginal_draws if few else draws)(posterior, linear, n_samples, generator)
+        return predicted(likelihood, found).mean(0)
     if link == "probit" or (isinstance(likelihood, Bernoulli) and link in ("probit_full", "quadrature")):
         variance = posterior.precision.variances(linear).reshape(value.shape)
         if isinstance(likelihood, Bernoulli):  # every output is a logit of its own
@@ -65,6 +69,17 @@ def probabilities(
         )
     closed = {"probit_full": probit_full, "bridge": bridge, "bridge_norm": bridge_norm}[link]
     return closed(value, posterior.covariance(linear))
+
+
+def marginal_draws(
+    posterior: Gaussian, linear: LinearMap, n: int, generator: torch.Generator | None = None
+) -> Float[Tensor, "n batch outputs"]:
+    """Draws of the outputs of each input on its own: right for a mean over draws, which sees one input at a time."""
+    value, covariance = linear.value, posterior.covariance(linear)
+    values, vectors = torch.linalg.eigh(covariance)
+    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    noise = torch.randn(n, *value.shape, dtype=value.dtype, device=value.device, generator=generator)
+    return value + torch.einsum("b c k, n b k -> n b c", root, noise)
 
 
 def moments(

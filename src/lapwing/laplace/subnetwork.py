@@ -62,6 +62,11 @@ class SubnetLaplace(ParametricLaplace):
         return self._whole.size
 
     @property
+    def n_layers(self) -> int:
+        """Number of parameter tensors of the network; a layerwise prior has one precision for each that is touched."""
+        return len(self._whole.names)
+
+    @property
     def n_params_subnet(self) -> int:
         return self.space.size
 
