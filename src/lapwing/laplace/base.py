@@ -205,8 +205,9 @@ class BaseLaplace(Weights):
         The covariance is that of the function, without observation noise. `joint=True` gives mean [B C] and covariance
         [B C, B C] over all inputs (probabilities are per input, and stay as they are); `diagonal_output=True` the
         variances in the shape of the outputs. `pred_type="nn"` averages the network itself at sampled weights.
-        `link_approx` is "probit", "mc", "probit_full", "bridge", "bridge_norm", or "quadrature" for a single logit. Further
-        arguments of the model go into x, where it is a mapping. `fitting` is taken for compatibility and means nothing.
+        `link_approx` is "probit", "mc", "probit_full", "bridge", "bridge_norm", or "quadrature" for a single logit.
+        Further arguments of the model go into x, where it is a mapping. `fitting` is taken for compatibility and means
+        nothing.
         """
         x = _with_arguments(x, model_kwargs)
         pred_type = self._pred_type(pred_type)
