@@ -5,8 +5,8 @@
     grid search of 100 precisions, kron        at most 3 times one prediction pass
 
 Both libraries hold the same network in the same process and are called as their users call them. Peers are timed as the
-best of two runs; their grid search runs over 2 values, and the figure is per value. `--all-peers` times every backend, which
-takes a quarter of an hour.
+best of two runs; their grid search runs over 2 values, and the figure is per value. `--all-peers` times every backend,
+which takes a quarter of an hour.
 """
 
 from __future__ import annotations
