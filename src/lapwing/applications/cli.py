@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 import lapwing
 from lapwing.applications.console import Stages, comparison, handled, notes, say, say_json
@@ -264,7 +265,7 @@ def demo(
             return
         for each in shown:
             say(
-                f"{each.title}",
+                Text(each.title, style="bold cyan"),
                 comparison(each.bundle.summary),
                 each.said,
                 f"Model:  {each.model}",

@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import Any
 
 import typer
+from rich.box import ROUNDED
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -128,7 +129,7 @@ def notes(lines: Sequence[str], title: str = "Notes") -> list[Text]:
 def comparison(summary: Any) -> Table:
     """MAP against Laplace, a line for each score; the better one stands out."""
     counts = summary.rows_used.get("test", 0)
-    table = Table(title=f"On {counts:,} rows that were held out", title_justify="left", title_style="bold")
+    table = Table(title=f"On {counts:,} rows that were held out", title_justify="left", title_style="bold", box=ROUNDED)
     table.add_column("")
     for column in ("MAP", "Laplace", "wanted"):
         table.add_column(column, justify="left" if column == "wanted" else "right")

@@ -101,7 +101,7 @@ def draw(path: Path, digits: Shown, images: Any, turned: Any, diabetes: Shown, m
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(13, 3.8), layout="constrained", dpi=120)
-        left, middle, right = figure.subplots(1, 3, width_ratios=(1.25, 1.05, 1.15))
+        left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 0.95, 1.4))
         _draw_intervals(left, diabetes, measured)
         inside, outside = (entropy(digits.bundle.probabilities(raw)) for raw in (own, other))
         _draw_entropies(middle, inside, outside)
@@ -143,7 +143,8 @@ def _draw_entropies(axes: Any, inside: Tensor, outside: Tensor) -> None:
         axes.hist(values.tolist(), bins, color=colour, alpha=0.55, label=label)
     axes.set(xlabel="entropy of the prediction (nats)", ylabel="images")
     axes.set_title("It is less sure of what it has not seen")
-    axes.legend(loc="upper right")
+    axes.set_ylim(0, 1.3 * axes.get_ylim()[1])
+    axes.legend(loc="upper left")
 
 
 def _draw_digits(axes: Any, pixels: Tensor, uncertainty: Tensor) -> None:

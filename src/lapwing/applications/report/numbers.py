@@ -74,8 +74,9 @@ def reliability(data: Classes, bins: int = 10) -> Figures:
     return found
 
 
-def transform(data: Numbers, bins: int = 20) -> Figures:
+def transform(data: Numbers) -> Figures:
     """Histogram of the predicted probability of a value below the observed one (PIT): flat where calibrated."""
+    bins = min(20, max(4, len(data.targets) // 15))
     found: Figures = {"bins": bins}
     for name, deviation in (("network", data.noise), ("laplace", data.deviation)):
         below = torch.special.ndtr((data.targets - data.mean) / deviation)
@@ -157,11 +158,11 @@ def _conformal_sizes(data: Numbers | Classes, rows: Tensor, bound: float) -> Flo
     return 2 * bound * data.deviation[rows]
 
 
-def errors(data: Numbers | Classes, bins: int = 10, points: int = 1500, seed: int = 0) -> Figures:
+def errors(data: Numbers | Classes, points: int = 1500, seed: int = 0) -> Figures:
     """Rows in bins of equal count by predicted uncertainty: what was predicted, and the error that came."""
     predicted = data.uncertainty if isinstance(data, Classes) else data.deviation
     order = predicted.argsort()
-    groups = [g for g in order.tensor_split(min(bins, max(1, len(order) // 5))) if len(g)]
+    groups = [g for g in order.tensor_split(min(10, max(2, len(order) // 12))) if len(g)]
     found: Figures = {"predicted": [float(predicted[g].mean()) for g in groups], "count": [len(g) for g in groups]}
     if isinstance(data, Classes):
         wrong = (data.probabilities.argmax(-1) != data.targets).double()

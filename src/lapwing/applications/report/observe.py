@@ -28,7 +28,7 @@ from lapwing.tangent.inputs import batch_size
 
 OUTSIDE_ROWS = 1000
 """How many unfamiliar inputs are made where none are given."""
-SHOWN_COLUMNS = 5
+SHOWN_COLUMNS = 4
 """Input columns that are kept for the table of uncertain rows."""
 
 

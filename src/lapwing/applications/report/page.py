@@ -33,7 +33,7 @@ p { margin: 0 0 .8rem; max-width: 68ch; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .93rem; }
 th, td { padding: .45rem .6rem; text-align: right; border-bottom: 1px solid #eceef0; white-space: nowrap; }
-th { font-weight: 600; color: #454b50; }
+th { font-weight: 600; color: #454b50; white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 td.text, th.text { text-align: left; max-width: 16rem; overflow: hidden; text-overflow: ellipsis; }
 td.best { font-weight: 650; color: #1f5c7a; }

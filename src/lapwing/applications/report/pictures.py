@@ -121,7 +121,7 @@ def number_errors(axes: Any, figures: Figures) -> None:
         figures["error"],
         color=LAPLACE,
         marker="s",
-        label="typical error (RMS) in a tenth of rows",
+        label="typical error (RMS) of a group of rows",
     )
     ends = [min(figures["predicted"]), max(figures["predicted"])]
     margin = 0.15 * (ends[1] - ends[0]) or 0.1 * ends[1]
@@ -161,8 +161,8 @@ def evidence(axes: Any, figures: Figures) -> None:
     axes.plot(
         [figures["chosen"]], [figures["chosen_log_evidence"]], "o", color=NETWORK, markersize=8, label="used here"
     )
-    name = "all prior precisions, multiplied by" if figures["common_factor"] else "prior precision"
-    axes.set(xlabel=f"{name}  (left: free weights, right: weights near zero)", ylabel="log evidence")
+    name = "factor on all prior precisions" if figures["common_factor"] else "prior precision"
+    axes.set(xlabel=name, ylabel="log evidence")
     # to the right the curve falls without end; the left end says how far down is of interest
     shown = [value for value in figures["log_evidence"] if value == value]
     best, left = max(shown), shown[0]

@@ -86,6 +86,7 @@ def report_table(
         title=title or f"{bundle.target.name}, predicted from {table.name}",
         conformal=_conformal(bundle, observed),
         facts=[f"target {bundle.target.name}"],
+        noise=bundle.noise,
         choices=_choices(bundle, held),
     )
     figures |= {"threshold": bundle.ood.threshold, "fit": bundle.summary.to_dict(), "rows_are_test": held.is_test}

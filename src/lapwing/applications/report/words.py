@@ -63,6 +63,8 @@ def coverage(figures: Figures, classes: bool) -> tuple[str, str]:
         "the share of true values that were inside. Below the dashed line the promise is broken, above it the "
         f"{kind}s are larger than they had to be."
     )
+    if classes:
+        shows += " A set has one class at least, so where nearly all answers are right, so are nearly all sets."
     at = figures["levels"].index(0.9)
     sizes = {name: figures[name]["width"][at] for name in ("network", "laplace", "conformal")}
     unit = " classes" if classes else ""
@@ -103,11 +105,13 @@ def errors(figures: Figures, classes: bool) -> tuple[str, str]:
         )
     shows = (
         "Each grey dot is a row: the error that came, against the standard deviation that was predicted for it. The "
-        "squares are the typical (root mean square) error of tenths of the rows; on the dashed line it is as large as "
+        "squares are the typical (root mean square) error of groups of rows; on the dashed line it is as large as "
         "predicted."
     )
     ratio = [e / p for e, p in zip(figures["error"], figures["predicted"], strict=True)]
-    rises = figures["error"][-1] > figures["error"][0]
+    half = len(ratio) // 2
+    low, high = (sum(part) / max(1, len(part)) for part in (figures["error"][:half], figures["error"][-half:]))
+    rises = high > 1.1 * low
     here = (
         f"In the surest group the error is {ratio[0]:.2f} times the predicted deviation, in the least sure one "
         f"{ratio[-1]:.2f} times. "
@@ -149,8 +153,8 @@ def unfamiliar(figures: Figures, classes: bool) -> tuple[str, str]:
 def evidence(figures: Figures) -> tuple[str, str]:
     shows = (
         "The evidence says how probable the training data are under a prior precision, all weights considered. A small "
-        "precision lets weights roam, a large one holds them near zero; the top of the curve is the balance that the "
-        "training data themselves prefer."
+        "precision (left) lets weights roam, a large one (right) holds them near zero; the top of the curve is the "
+        "balance that the training data themselves prefer."
     )
     best = max(value for value in figures["log_evidence"] if value == value)
     loss = best - figures["chosen_log_evidence"]

@@ -64,9 +64,10 @@ def collect(
     title: str | None = None,
     conformal: Figures | None = None,
     facts: Sequence[str] = (),
+    noise: float | None = None,
     choices: Sequence[str] = (),
 ) -> Figures:
-    """All figures of a report, ready for JSON."""
+    """All figures of a report, ready for JSON. `noise` is its level in other units, where predictions are."""
     data = observed.data
     if not len(data.targets):
         raise DataError("the loader has no row with a target; expected at least one. Check the dataset.")
@@ -87,7 +88,7 @@ def collect(
         "version": _version(),
         "task": task,
         "rows": observed.rows,
-        "facts": [*facts, *_facts(la, observed)],
+        "facts": [*facts, *_facts(la, observed, noise)],
         "summary": numbers.summary(data),
         **calibration,
         "coverage": numbers.coverage(data, conformal),
@@ -124,14 +125,14 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         raise
 
 
-def _facts(la: BaseLaplace, observed: Observed) -> list[str]:
+def _facts(la: BaseLaplace, observed: Observed, noise: float | None) -> list[str]:
     facts = [
         f"{observed.rows:,} rows looked at, {la.n_data:,} learnt from",
         f"{type(la.model).__name__} with {sum(p.numel() for p in la.model.parameters()):,} parameters",
         f"{type(la).__name__} over {la.space.size:,} of them",
     ]
     if la.has_noise:
-        facts.append(f"noise level {float(la.sigma_noise):.3g}")
+        facts.append(f"noise level {float(la.sigma_noise) if noise is None else noise:.3g}")
     return facts
 
 
