@@ -243,6 +243,13 @@ def test_a_huge_offset_and_a_tiny_spread() -> None:
     assert np.isfinite(bundle.summary.rows[1].nll)
 
 
+def test_differences_that_rounding_hides() -> None:
+    frame = good()
+    for y in (1e-300 * frame["y"], 1e16 + 4 * frame["y"].round()):
+        with pytest.raises(DataError, match="lost in rounding"):
+            fit(frame.assign(y=y), task="regression")
+
+
 def test_importing_lapwing_does_not_import_pandas() -> None:
     code = "import sys, lapwing; assert 'pandas' not in sys.modules and 'sklearn' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -264,7 +271,7 @@ def test_a_million_rows_are_read_in_bounded_memory(tmp_path: Path) -> None:
         from lapwing.applications import fitting
         from lapwing.applications.network import Spec
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        bundle = fitting.fit_table({str(path)!r}, "y", epochs=1, spec=Spec(1, 1, width=20, depth=1))
+        bundle = fitting.fit_table({str(path)!r}, "y", epochs=1, spec=Spec(1, 1, width=4, depth=1))
         assert bundle.summary.rows_used == {{"train": 980_000, "calibration": 10_000, "test": 10_000}}
         bundle.predict_file({str(path)!r}, {str(tmp_path / "out.csv")!r})
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)

@@ -159,7 +159,13 @@ def _standardised(target: Target, values: np.ndarray) -> Target:
     """Mean and deviation of the training rows, for amounts."""
     if target.task == "classification":
         return target
-    return replace(target, mean=float(values.mean()), deviation=float(values.std()))
+    mean, deviation = float(values.mean()), float(values.std())
+    if deviation < max(1e-100, 1e-14 * abs(mean)):
+        raise DataError(
+            f"values of the target {target.name!r} differ by only {deviation:.1g}, which is lost in rounding; expected "
+            "larger differences. Subtract what is common to all of them, and multiply the rest."
+        )
+    return replace(target, mean=mean, deviation=deviation)
 
 
 def _notes(
