@@ -268,8 +268,10 @@ class Bundle:
 
 def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundle:
     spec, target = Spec(**stored["spec"]), Target.from_dict(stored["target"])
-    model = build(spec, torch.Generator())
-    model.load_state_dict(_under("model.", tensors))
+    weights = _under("model.", tensors)
+    dtype = next((weight.dtype for weight in weights.values()), torch.float32)
+    model = build(spec, torch.Generator(), dtype=dtype)
+    model.load_state_dict(weights)
     known = {kind.__name__: kind for kind in CLASSES.values()}
     laplace = known[stored["laplace"]["cls_name"]](model, target.task)
     laplace.load_state_dict({**stored["laplace"], **_under("laplace.", tensors)})
