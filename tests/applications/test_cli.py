@@ -301,6 +301,19 @@ def test_exit_codes_of_the_process(folder: Path, tmp_path: Path) -> None:
     assert code("fit", folder / "houses.csv")[0] == 2  # no target: an error of usage
 
 
+def test_small_tables_take_one_thread_and_give_it_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with console.one_thread():
+            assert torch.get_num_threads() == 1
+        with console.one_thread(False):
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 
 import pytest
 import torch
@@ -26,10 +26,10 @@ def test_the_tables_are_those_of_scikit_learn() -> None:
 
 @pytest.mark.slow
 def test_the_demonstration_runs_and_says_where_things_are(tmp_path: Path) -> None:
-    start = perf_counter()
+    start = process_time()
     arguments = ["demo", "--out", str(tmp_path / "demo"), "--picture", str(tmp_path / "demo.png"), "--json"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    seconds = perf_counter() - start
+    seconds = process_time() - start
     assert result.exit_code == 0
     assert result.stderr == ""
     found = json.loads(result.stdout)
@@ -40,4 +40,4 @@ def test_the_demonstration_runs_and_says_where_things_are(tmp_path: Path) -> Non
         network, laplace = each["summary"]["rows"]
         assert laplace["nll"] < network["nll"] + 0.02
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert seconds < 120, "a minute on two cores, twice that with shapes checked on a busy machine"
+    assert seconds < 90  # of one core, with shapes checked

@@ -164,6 +164,7 @@ def test_inputs_that_are_given_as_unfamiliar_are_used(tmp_path: Path) -> None:
     ]
     assert found[0] == found[1] == found[2]
     assert found[0]["count"] == 7
+    assert 0.5 < found[0]["auroc_epistemic"] <= 1
     assert not found[0]["made"]
     assert "were given" in Page(tmp_path / "r").text
     made = report(la, data("classification", seed=1), tmp_path / "r")["unfamiliar"]
@@ -252,7 +253,7 @@ def test_errors_are_as_large_as_predicted() -> None:
 
 def test_sets_and_reliability_of_classes() -> None:
     p = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.1, 0.1, 0.8]], dtype=torch.float64)
-    found = Classes(torch.tensor([0, 1, 0]), p, p)
+    found = Classes(torch.tensor([0, 1, 0]), p, p, torch.ones(3, dtype=torch.float64))
     sets = numbers.coverage(found)["laplace"]
     assert sets["covered"][0] == pytest.approx(1 / 3)  # at 50%: {0}, {0}, {2}
     assert sets["width"][0] == 1.0
@@ -285,6 +286,8 @@ def test_class_probabilities_are_those_of_the_posterior() -> None:
     x = torch.cat([x for x, _ in held_out])
     torch.testing.assert_close(found.probabilities, la(x))
     torch.testing.assert_close(found.network, torch.softmax(la.model.eval()(x), -1).detach())
+    variance = la.posterior.precision.variances(la.linearise(x))
+    torch.testing.assert_close(found.epistemic, variance.mean(1).sqrt())
 
 
 @pytest.mark.parametrize(

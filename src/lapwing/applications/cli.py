@@ -18,7 +18,7 @@ import typer
 from rich.text import Text
 
 import lapwing
-from lapwing.applications.console import Stages, comparison, handled, notes, say, say_json
+from lapwing.applications.console import SMALL, Stages, comparison, handled, notes, one_thread, say, say_json
 from lapwing.errors import OptionError
 
 app = typer.Typer(
@@ -88,7 +88,8 @@ def fit(
         path = out or Path(data.name.removesuffix(".gz")).with_suffix(".lapwing")
         _check_writable(path)
         start = perf_counter()
-        with Stages(as_json) as stages:
+        small = data.is_file() and data.stat().st_size <= SMALL
+        with Stages(as_json) as stages, one_thread(small):
             bundle = fit_table(data, target, task=task.value, seed=seed, progress=stages, epochs=epochs, spec=spec)
             bundle.save(path)
         seconds = perf_counter() - start
@@ -252,7 +253,7 @@ def demo(
         from lapwing.applications.demo import run
 
         start = perf_counter()
-        with Stages(as_json) as stages:
+        with Stages(as_json) as stages, one_thread():
             shown = run(out, seed=seed, progress=stages, picture=picture)
         if as_json:
             say_json(

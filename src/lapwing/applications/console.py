@@ -16,6 +16,7 @@ from math import isfinite
 from time import perf_counter
 from typing import Any
 
+import torch
 import typer
 from rich.box import ROUNDED
 from rich.console import Console
@@ -28,6 +29,8 @@ from lapwing.errors import LapwingError, LapwingWarning
 DELAY = 1.0
 """Seconds of work before a bar is drawn."""
 FAILED, BAD_INPUT = 1, 2
+SMALL = 20_000_000
+"""Bytes of a table up to which one thread is enough."""
 
 
 @contextmanager
@@ -66,6 +69,18 @@ def _explained(error: Exception, debug: bool) -> int:
 def complain(message: str) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text.assemble(("Error: ", "bold red"), message))
+
+
+@contextmanager
+def one_thread(when: bool = True) -> Iterator[None]:
+    """Torch on one thread: for small networks a second one costs more than it brings, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    try:
+        if when:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Stages:

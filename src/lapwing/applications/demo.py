@@ -88,12 +88,13 @@ def _shown(title: str, table: Any, target: str, name: Path, seed: int, tell: Tel
     figures = report_table(bundle, table, page, out_of_distribution=unfamiliar, title=title, seed=seed, progress=stage)
     found = figures["unfamiliar"]
     kind = "digits turned by a quarter" if unfamiliar is not None else "rows with shuffled and stretched columns"
-    said = f"Less sure of {kind} than of real ones in {found['auroc']:.0%} of comparisons."
+    inside, outside = found["flagged"]
+    said = f"The flag for unfamiliar rows goes up for {outside:.0%} of {kind}, and for {inside:.1%} of those held out."
     return Shown(title, bundle, model, page, figures, said)
 
 
 def draw(path: Path, digits: Shown, images: Any, turned: Any, diabetes: Shown, measured: Any) -> None:
-    """Three panels: intervals of the diabetes set, entropies of digits seen and turned, the surest and least sure."""
+    """Three panels: intervals for diabetes; deviations for digits upright and turned; the surest and least sure."""
     held = _rows(digits)
     own = digits.bundle.raw(_encoded(digits, images.iloc[held]))
     other = digits.bundle.raw(_encoded(digits, turned.iloc[held]))
@@ -103,10 +104,10 @@ def draw(path: Path, digits: Shown, images: Any, turned: Any, diabetes: Shown, m
         figure = Figure(figsize=(13, 3.8), layout="constrained", dpi=120)
         left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 0.95, 1.4))
         _draw_intervals(left, diabetes, measured)
-        inside, outside = (entropy(digits.bundle.probabilities(raw)) for raw in (own, other))
-        _draw_entropies(middle, inside, outside)
+        inside, outside = (digits.bundle.familiarity(raw) for raw in (own, other))
+        _draw_flags(middle, inside, outside, digits.bundle.ood.threshold)
         pixels = torch.tensor(images.drop(columns="digit").to_numpy()[held])
-        _draw_digits(right, pixels, inside)
+        _draw_digits(right, pixels, entropy(digits.bundle.probabilities(own)))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Software": None})
 
@@ -137,14 +138,17 @@ def _draw_intervals(axes: Any, shown: Shown, table: Any) -> None:
     axes.legend(loc="upper left", ncols=2)
 
 
-def _draw_entropies(axes: Any, inside: Tensor, outside: Tensor) -> None:
-    bins = torch.linspace(0, float(torch.cat([inside, outside]).max()), 26).tolist()
-    for values, colour, label in ((inside, LAPLACE, "digits as held out"), (outside, NETWORK, "turned by a quarter")):
+def _draw_flags(axes: Any, inside: Tensor, outside: Tensor, threshold: float) -> None:
+    low, high = (float(f(torch.cat([inside, outside])).log10()) for f in (torch.min, torch.max))
+    bins = torch.logspace(low, high, 36).tolist()
+    for values, colour, label in ((inside, LAPLACE, "digits held out"), (outside, NETWORK, "turned by a quarter")):
         axes.hist(values.tolist(), bins, color=colour, alpha=0.55, label=label)
-    axes.set(xlabel="entropy of the prediction (nats)", ylabel="images")
-    axes.set_title("It is less sure of what it has not seen")
-    axes.set_ylim(0, 1.3 * axes.get_ylim()[1])
-    axes.legend(loc="upper left")
+    axes.axvline(threshold, color=GREY, linestyle="--", linewidth=1.2, label="flagged beyond this")
+    axes.set(xlabel="standard deviation of the logits", ylabel="images", xscale="log")
+    share = float((outside > threshold).double().mean())
+    axes.set_title(f"{share:.0%} of turned digits are flagged")
+    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
+    axes.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="none")
 
 
 def _draw_digits(axes: Any, pixels: Tensor, uncertainty: Tensor) -> None:

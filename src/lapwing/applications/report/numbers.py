@@ -201,6 +201,8 @@ def unfamiliar(observed: Observed, bins: int = 30) -> Figures | None:
     if observed.outside_network is not None and isinstance(observed.data, Classes):
         found["auroc_network"] = metrics.auroc(metrics.entropy(observed.data.network), observed.outside_network)
         found["mean_outside_network"] = float(observed.outside_network.mean())
+    if observed.outside_epistemic is not None:
+        found["auroc_epistemic"] = metrics.auroc(observed.data.epistemic, observed.outside_epistemic)
     return found
 
 

@@ -63,6 +63,8 @@ class Classes:
     targets: Int[Tensor, " n"]
     network: Float[Tensor, "n classes"]
     probabilities: Float[Tensor, "n classes"]
+    epistemic: Float[Tensor, " n"]
+    """Standard deviation of the logits, the root mean square over classes."""
 
     @property
     def uncertainty(self) -> Float[Tensor, " n"]:
@@ -77,6 +79,7 @@ class Observed:
     row: Int[Tensor, " n"]
     outside: Float[Tensor, " m"] | None
     outside_network: Float[Tensor, " m"] | None
+    outside_epistemic: Float[Tensor, " m"] | None
     outside_is_made: bool
     columns: Float[Tensor, "rows shown"] | None
 
@@ -88,8 +91,11 @@ class Observed:
     def rescaled(self, scale: float, shift: float) -> Observed:
         if isinstance(self.data, Classes):
             return self
-        outside = None if self.outside is None else self.outside * scale
-        return replace(self, data=self.data.rescaled(scale, shift), outside=outside)
+        data = self.data.rescaled(scale, shift)
+        if self.outside is None:
+            return replace(self, data=data)
+        outside = self.outside * scale
+        return replace(self, data=data, outside=outside, outside_epistemic=outside)
 
 
 def observe(
@@ -121,12 +127,13 @@ def observe(
     data = _joined(found)
     unfamiliar = made if outside is None else list(_inputs(outside, la))
     scores = [_spread(la, x) for x in unfamiliar]
-    networks = [network for _, network in scores if network is not None]
+    networks = [network for _, network, _ in scores if network is not None]
     return Observed(
         data,
         torch.cat(row),
-        outside=torch.cat([score for score, _ in scores]) if scores else None,
+        outside=torch.cat([score for score, _, _ in scores]) if scores else None,
         outside_network=torch.cat(networks) if networks else None,
+        outside_epistemic=torch.cat([deviation for _, _, deviation in scores]) if scores else None,
         outside_is_made=outside is None,
         columns=torch.cat(columns) if columns else None,
     )
@@ -166,11 +173,10 @@ def _predict(la: BaseLaplace, x: Any, y: Tensor) -> tuple[Numbers | Classes, Int
         linear = la.linearise(x)
         check_loss(likelihood, linear.value, y)
         if isinstance(likelihood, (Categorical, Bernoulli)):
-            both = predicted(likelihood, linear.value, 0), probabilities(la.posterior, linear, likelihood)
-            network, posterior = (_distribution(likelihood, p) for p in both)
+            found = _classes(la, linear)
             targets = y.flatten().long().cpu()
-            kept = (0 <= targets) & (targets < network.shape[-1])  # a target to be ignored is outside the classes
-            return Classes(targets[kept], network[kept], posterior[kept]), _rows(targets, len(y))[kept]
+            kept = (0 <= targets) & (targets < found[0].shape[-1])  # a target to be ignored is outside the classes
+            return Classes(targets[kept], *(each[kept] for each in found)), _rows(targets, len(y))[kept]
         mean, variance, noise = _moments(la, linear)
         targets = likelihood.to_last(y)
     flat = [value.reshape(-1).double().cpu() for value in (targets, mean, variance.clamp_min(0).sqrt(), noise)]
@@ -181,16 +187,28 @@ def _rows(entries: Tensor, rows: int) -> Int[Tensor, " n"]:
     return torch.arange(len(entries)) // max(1, len(entries) // rows)
 
 
-def _spread(la: BaseLaplace, x: Any) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
-    """Uncertainty of inputs without targets: entropies of posterior and network, or epistemic deviations."""
+def _classes(la: BaseLaplace, linear: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities of the network and of the posterior [n, C], and the deviation of the logits [n]."""
+    likelihood = la.distribution
+    assert isinstance(likelihood, (Categorical, Bernoulli))
+    both = predicted(likelihood, linear.value, 0), probabilities(la.posterior, linear, likelihood)
+    network, posterior = (_distribution(likelihood, p) for p in both)
+    variance = likelihood.to_last(moments(la.posterior, linear, diagonal=True)[1]).double().cpu().clamp_min(0)
+    if isinstance(likelihood, Bernoulli):
+        return network, posterior, variance.reshape(-1).sqrt()
+    return network, posterior, variance.mean(-1).reshape(-1).sqrt()
+
+
+def _spread(la: BaseLaplace, x: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Of inputs without targets [n]: entropies of posterior and network, and epistemic deviations."""
     likelihood = la.distribution
     with torch.no_grad():
         linear = la.linearise(x)
         if isinstance(likelihood, (Categorical, Bernoulli)):
-            both = probabilities(la.posterior, linear, likelihood), predicted(likelihood, linear.value, 0)
-            posterior, network = (entropy(_distribution(likelihood, p)) for p in both)
-            return posterior, network
-        return _moments(la, linear)[1].clamp_min(0).sqrt().reshape(-1).double().cpu(), None
+            network, posterior, deviation = _classes(la, linear)
+            return entropy(posterior), entropy(network), deviation
+        deviation = _moments(la, linear)[1].clamp_min(0).sqrt().reshape(-1).double().cpu()
+        return deviation, None, deviation
 
 
 def _distribution(likelihood: Categorical | Bernoulli, probability: Tensor) -> Float[Tensor, "n classes"]:

@@ -89,6 +89,9 @@ def report_table(
         noise=bundle.noise,
         choices=_choices(bundle, held),
     )
+    if observed.outside_epistemic is not None:
+        both = observed.data.epistemic, observed.outside_epistemic
+        figures["unfamiliar"]["flagged"] = [float((each > bundle.ood.threshold).double().mean()) for each in both]
     figures |= {"threshold": bundle.ood.threshold, "fit": bundle.summary.to_dict(), "rows_are_test": held.is_test}
     figures["columns"] = [str(name) for name in held.shown.columns]
     for row in figures["uncertain"]:

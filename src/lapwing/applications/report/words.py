@@ -147,7 +147,12 @@ def unfamiliar(figures: Figures, classes: bool) -> tuple[str, str]:
     )
     if "auroc_network" in figures:
         here += f"; by the network alone in {figures['auroc_network']:.0%}"
-    return shows, f"{here}."
+        here += f", by the standard deviation of the logits in {figures['auroc_epistemic']:.0%}"
+    here += "."
+    if "flagged" in figures:
+        inside, outside = figures["flagged"]
+        here += f" The flag for unfamiliar rows goes up for {outside:.0%} of them, and for {inside:.1%} of these data."
+    return shows, here
 
 
 def evidence(figures: Figures) -> tuple[str, str]:
