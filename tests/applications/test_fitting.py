@@ -159,6 +159,22 @@ def test_held_out_rows_teach_nothing() -> None:
     assert not torch.equal(bundle.conformal.scores, again.conformal.scores)
 
 
+def test_threads_are_given_back_also_after_an_error() -> None:
+    before, seen = torch.get_num_threads(), set()
+    torch.set_num_threads(2)
+    try:
+        fit_table(
+            houses(100), "price", epochs=2, spec=SMALL, progress=lambda s, d: seen.add((s, torch.get_num_threads()))
+        )
+        assert torch.get_num_threads() == 2
+        assert ("training", 1) in seen
+        with pytest.raises(OptionError, match="epochs"):
+            fit_table(houses(100), "price", epochs=0, spec=SMALL)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_small_tables_are_warned_of() -> None:
     with pytest.warns(LapwingWarning, match="only 40 usable rows"):
         bundle = fit_table(houses(FEW - 10), "price", epochs=2, spec=SMALL)

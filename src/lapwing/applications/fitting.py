@@ -13,7 +13,8 @@ the statistics of the columns.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -44,6 +45,7 @@ from lapwing.errors import DataError, LapwingWarning, OptionError
 NUMBERS = 2**27
 """Inputs that are kept in memory at a time: half a gigabyte."""
 FEW = 50
+FEW_FOR_THREADS = 50_000
 PARTS = {"train": TRAIN, "calibration": CALIBRATION, "test": TEST}
 
 Report = Callable[[str, float], object]
@@ -96,9 +98,9 @@ def fit_table(
     def trained(now: Progress) -> None:
         tell("training", now.epoch / now.epochs)
 
-    model, la = train(
-        x["train"], wanted.tensor(y["train"]), wanted.task, spec, seed=seed, epochs=epochs, callback=trained
-    )
+    with _threads(len(x["train"])):
+        goal = wanted.tensor(y["train"])
+        model, la = train(x["train"], goal, wanted.task, spec, seed=seed, epochs=epochs, callback=trained)
     seconds["training"] = perf_counter() - clock
 
     clock = perf_counter()
@@ -153,6 +155,17 @@ def encode(table: Table, encoder: Encoder, parts: np.ndarray) -> dict[str, Tenso
             f"{table.name} had {len(parts):,} rows and now has {start:,}; expected a file that stays the same."
         )
     return out
+
+
+@contextmanager
+def _threads(rows: int) -> Iterator[None]:
+    """One thread for few rows: batches are small, and on a busy machine two threads took ten times as long as one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if rows < FEW_FOR_THREADS else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _standardised(target: Target, values: np.ndarray) -> Target:
