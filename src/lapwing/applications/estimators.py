@@ -51,7 +51,7 @@ class _Estimator(BaseEstimator):
     def __init__(
         self,
         width: Any = 50,
-        depth: Any = 2,
+        depth: Any = 1,
         kind: Any = "mlp",
         activation: Any = "tanh",
         epochs: Any = None,

@@ -38,11 +38,14 @@ SIGMA = 1e-3, 10.0
 """Noise levels that a standardised target can have; a smaller one would be about the rounding of float32."""
 PRECISION = 1e-4, 1e6
 ROUNDS, UPDATES, FINAL_UPDATES = 40, 3, 10
-STEPS, RATE = 6_000, 1e-2
+STEPS, RATE = 8_000, 2e-2
+MULTIPLES = tuple(10 ** (half / 2) for half in range(11))
 KINDS = "mlp", "resnet"
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 GAINS = {"tanh": 5 / 3, "relu": 2**0.5, "silu": 2**0.5}
 """Standard deviation of initial weights times the root of their number, which keeps the scale from layer to layer."""
+
+Pair = tuple[Tensor, Tensor]
 
 # -- networks -------------------------------------------------------------------------------------------------------
 
@@ -58,7 +61,7 @@ class Spec:
     inputs: int
     outputs: int
     width: int = 50
-    depth: int = 2
+    depth: int = 1
     kind: str = "mlp"
     activation: str = "tanh"
 
@@ -88,7 +91,18 @@ class Residual(nn.Module):
         return h + self.second(self.activation(self.first(h)))
 
 
-def build(spec: Spec, generator: torch.Generator | None = None, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+class Network(nn.Sequential):
+    """Layers one after the other, for inputs of any floating type.
+
+    Weights are float64 unless asked otherwise: where noise is small, the curvature of the data is 1e9 times the prior,
+    and float32 cannot hold both in one matrix.
+    """
+
+    def forward(self, input: Float[Tensor, "batch inputs"]) -> Float[Tensor, "batch outputs"]:
+        return super().forward(input.to(next(self.parameters()).dtype))
+
+
+def build(spec: Spec, generator: torch.Generator | None = None, *, dtype: torch.dtype = torch.float64) -> nn.Module:
     """The network of a specification, in eval mode; weights from `generator`, or from torch's global one."""
 
     def linear(inputs: int, outputs: int, scale: float = GAINS[spec.activation]) -> nn.Linear:
@@ -111,7 +125,7 @@ def build(spec: Spec, generator: torch.Generator | None = None, *, dtype: torch.
         for number in range(spec.depth):
             modules += [linear(spec.width if number else spec.inputs, spec.width), activation()]
     last = spec.width if spec.depth or spec.kind == "resnet" else spec.inputs
-    return nn.Sequential(*modules, linear(last, spec.outputs, 1.0)).eval()
+    return Network(*modules, linear(last, spec.outputs, 1.0)).eval()
 
 
 # -- training -------------------------------------------------------------------------------------------------------
@@ -136,10 +150,10 @@ def train(
     seed: int,
     epochs: int | None = None,
     batch_size: int | None = None,
-    validation: tuple[Tensor, Tensor] | None = None,
+    validation: Pair | None = None,
     callback: Callable[[Progress], object] | None = None,
     structure: str = "auto",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[nn.Module, BaseLaplace]:
     """A trained network, and its posterior with prior and noise tuned; the same seed gives the same result.
 
@@ -148,19 +162,22 @@ def train(
     `structure` is "full", "kron" or "diag", or "auto". Torch's global generator is left alone.
     """
     x, y = _checked(x, y, task, spec, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    everything, held_out = (x, y), validation
     if validation is not None:
-        validation = _checked(*validation, task, spec, dtype)
+        held_out = validation = _checked(*validation, task, spec, dtype)
+    elif task == "classification":
+        (x, y), held_out = _apart(x, y, generator)
     size = min(len(x), _batch_size(len(x)) if batch_size is None else batch_size)
     for name, value in (("batch_size", size), ("epochs", 1 if epochs is None else epochs)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} is {value!r}; expected a whole number >= 1, or None.")
-    generator = torch.Generator().manual_seed(seed)
     model = build(spec, generator, dtype=dtype)
     per_epoch = ceil(len(x) / size)
     epochs = ceil(STEPS / per_epoch) if epochs is None else epochs
     run = _Run(model, spec, x, y, task, epochs, size, generator)
     prior, sigma = run.climb(validation, callback)
-    return model.eval(), run.posterior(prior, sigma, structure)
+    return model, run.posterior(prior, sigma, structure, everything, held_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,17 +193,16 @@ class _Run:
     size: int
     generator: torch.Generator
 
-    def climb(
-        self, validation: tuple[Tensor, Tensor] | None, callback: Callable[[Progress], object] | None
-    ) -> tuple[Prior, Tensor]:
+    def climb(self, validation: Pair | None, callback: Callable[[Progress], object] | None) -> tuple[Prior, Tensor]:
         """Trains the model in place; prior and noise of the weights that were kept."""
         laplace = self.laplace("kron" if self.spec.widest <= FACTOR else "diag")
         prior = Prior.layerwise(laplace.space, 1.0)
-        sigma = torch.ones((), dtype=self.x.dtype)
+        sigma = torch.ones_like(prior.precisions[0])
         parameters = list(self.model.parameters())
         optimiser = torch.optim.Adam(parameters, lr=RATE)
-        # the decomposition of a wide factor takes seconds
-        every = ceil(self.epochs / (ROUNDS if self.spec.widest <= 500 else ROUNDS // 4))
+        # the decomposition of a wide factor takes seconds, and a few steps of the weights change nothing
+        rounds = ROUNDS if self.spec.widest <= 500 else ROUNDS // 4
+        every = max(ceil(self.epochs / rounds), ceil(25 * self.size / len(self.x)))
         rows = torch.randperm(len(self.x), generator=self.generator)[:EVIDENCE_ROWS].sort().values
         best: tuple[float, Prior, Tensor, list[Tensor]] | None = None
         for epoch in range(1, self.epochs + 1):
@@ -196,7 +212,7 @@ class _Run:
             loss = self.epoch(optimiser, prior, float(sigma))
             value = None
             if epoch % every == 0 or epoch == self.epochs:
-                laplace.fit(self.batches(rows), generator=self.generator)
+                laplace.fit(_batches(self.x[rows], self.y[rows]), generator=self.generator)
                 evidence = _scaled(laplace.evidence, len(self.x) / len(rows))
                 prior, sigma, value = _reestimated(evidence, prior, sigma, UPDATES)
                 score = value if validation is None else -self.held_out(laplace, prior, sigma, validation)
@@ -229,18 +245,12 @@ class _Run:
             total += float(loss.detach()) * len(rows)
         return total / len(self.x)
 
-    def batches(self, rows: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-        """All rows or some of them, for a pass of curvature."""
-        if rows is None:
-            return list(zip(self.x.split(1024), self.y.split(1024), strict=True))
-        return [(self.x[part], self.y[part]) for part in rows.split(1024)]
-
     def laplace(self, structure: str) -> BaseLaplace:
         # exact factors cost a backward pass per output, one draw per row costs one in all
         source = "mc" if self.spec.outputs > 20 and structure == "kron" else "exact"
         return Laplace(self.model, self.task, "all", structure, estimator=source)
 
-    def held_out(self, laplace: BaseLaplace, prior: Prior, sigma: Tensor, pair: tuple[Tensor, Tensor]) -> float:
+    def held_out(self, laplace: BaseLaplace, prior: Prior, sigma: Tensor, pair: Pair) -> float:
         """Mean negative log density of the predictive distribution."""
         laplace.prior_precision = prior.precisions
         if laplace.has_noise:
@@ -250,22 +260,51 @@ class _Run:
             return gaussian_nll(out[0], out[1] + sigma**2, pair[1])
         return nll(out, pair[1])
 
-    def posterior(self, prior: Prior, sigma: Tensor, structure: str) -> BaseLaplace:
-        """The posterior of all rows; prior and noise go on from those of the training, under its own curvature."""
+    def posterior(self, prior: Prior, sigma: Tensor, structure: str, rows: Pair, held_out: Pair | None) -> BaseLaplace:
+        """The posterior of all rows; prior and noise go on from those of the training, under its own curvature.
+
+        Softmax outputs of a network that is sure of its training rows have no curvature, so that the evidence leaves
+        weights loose which predictions need. Where classes are predicted, the prior is therefore the multiple of
+        that of the evidence, up to one under which the network is as good as fixed, with the smallest held-out NLL.
+        """
         weights = sum(p.numel() for p in self.model.parameters())
         if structure == "auto":
             fits = weights <= FULL_WEIGHTS and len(self.x) * self.spec.outputs * weights**2 <= FULL_WORK
             structure = "full" if fits else "kron" if self.spec.widest <= FACTOR else "diag"
         laplace = self.laplace(structure)
-        laplace.fit(self.batches(), generator=self.generator)
+        laplace.fit(_batches(self.x, self.y), generator=self.generator)
         prior, sigma, _ = _reestimated(laplace.evidence, prior, sigma, FINAL_UPDATES)
-        laplace.prior_precision = prior.precisions
         if laplace.has_noise:
             laplace.sigma_noise = sigma
+        elif held_out is not None:
+            scaled = [prior.with_precisions(prior.precisions * multiple) for multiple in MULTIPLES]
+            scores = [self.held_out(laplace, each, sigma, held_out) for each in scaled]
+            # of multiples that score alike, the smallest: a posterior that still knows what it has not seen
+            prior = next(each for each, found in zip(scaled, scores, strict=True) if found <= min(scores) + 0.002)
+        laplace.prior_precision = prior.precisions
+        if len(rows[0]) > len(self.x):
+            laplace.fit(_batches(*rows), generator=self.generator)
         return laplace
 
 
 # -- details --------------------------------------------------------------------------------------------------------
+
+
+def _batches(x: Tensor, y: Tensor) -> list[Pair]:
+    """For a pass of curvature."""
+    return list(zip(x.split(1024), y.split(1024), strict=True))
+
+
+def _apart(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Pair, Pair | None]:
+    """Rows to train on, and a tenth of them apart (more of few, at most 5000); none of a class with few rows."""
+    count = min(max(len(x) // 10, min(len(x) // 4, 50)), 5000)
+    order = torch.randperm(len(x), generator=generator)
+    order = order[torch.bincount(y)[y[order]] >= 8]
+    if len(x) < 40 or len(order) < count:
+        return (x, y), None
+    kept = torch.ones(len(x), dtype=torch.bool)
+    kept[order[:count]] = False
+    return (x[kept], y[kept]), (x[~kept], y[~kept])
 
 
 def _split(flat: Float[Tensor, " params"], model: nn.Module) -> tuple[Tensor, ...]:
@@ -273,7 +312,7 @@ def _split(flat: Float[Tensor, " params"], model: nn.Module) -> tuple[Tensor, ..
     return flat.split([parameter.numel() for parameter in model.parameters()])
 
 
-def _scaled(evidence: Evidence, scale: float) -> Evidence:
+def _scaled(evidence: Evidence, scale: float | int) -> Evidence:
     """The evidence of `scale` times as many rows of the same kind."""
     if scale == 1:
         return evidence
@@ -308,8 +347,8 @@ def _batch_size(rows: int) -> int:
     return 2 ** min(12, max(4, round(log2(rows / 16))))
 
 
-def _checked(x: Tensor, y: Tensor, task: str, spec: Spec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Inputs and targets as network and likelihood take them: y is [N, C] of `dtype`, or [N] class numbers."""
+def _checked(x: Tensor, y: Tensor, task: str, spec: Spec, dtype: torch.dtype) -> Pair:
+    """Targets as the likelihood takes them, [N, C] of `dtype` or [N] class numbers; inputs as they are."""
     if task not in ("regression", "classification"):
         raise OptionError(f"unknown task {task!r}; expected 'regression' or 'classification'.")
     if x.dim() != 2 or x.shape[1] != spec.inputs or not len(x) or len(x) != len(y):
@@ -322,7 +361,7 @@ def _checked(x: Tensor, y: Tensor, task: str, spec: Spec, dtype: torch.dtype) ->
         y = y.to(dtype).reshape(len(y), -1)
         if y.shape[1] != spec.outputs or not bool(torch.isfinite(y).all()):
             raise DataError(f"y has {y.shape[1]} targets a row, or NaN; expected {spec.outputs}, all of them finite.")
-        return x.to(dtype), y
+        return x, y
     if y.dim() != 1 or y.dtype.is_floating_point or int(y.min()) < 0 or int(y.max()) >= spec.outputs:
         raise DataError(f"y is {y.dtype} of shape {tuple(y.shape)}; expected class numbers 0 .. {spec.outputs - 1}.")
-    return x.to(dtype), y.long()
+    return x, y.long()
