@@ -27,10 +27,10 @@ def test_the_tables_are_those_of_scikit_learn() -> None:
 @pytest.mark.slow
 def test_the_demonstration_runs_and_says_where_things_are(tmp_path: Path) -> None:
     start = process_time()
-    arguments = ["demo", "--out", str(tmp_path / "demo"), "--picture", str(tmp_path / "demo.png"), "--json"]
+    arguments = ["demo", "--out", str(tmp_path / "demo"), "--picture", str(tmp_path / "demo.png"), "--json", "--debug"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     seconds = process_time() - start
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
     found = json.loads(result.stdout)
     assert [each["title"] for each in found["demos"]] == ["Handwritten digits", "Progress of diabetes after a year"]

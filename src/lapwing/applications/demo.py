@@ -156,7 +156,7 @@ def _draw_digits(axes: Any, pixels: Tensor, uncertainty: Tensor) -> None:
     chosen = torch.cat([order[:6], order[-6:]])
     tiles = nn.functional.pad(pixels[chosen].reshape(12, 8, 8), (1, 1, 1, 1))
     strip = tiles.reshape(2, 6, 10, 10).permute(0, 2, 1, 3).reshape(20, 60)
-    axes.imshow(strip.max() - strip.numpy(), cmap="gray")
+    axes.imshow((strip.max() - strip).numpy(), cmap="gray")
     axes.set_yticks([4.5, 14.5], ["surest", "least\nsure"])
     axes.set_xticks([])
     axes.grid(visible=False)
