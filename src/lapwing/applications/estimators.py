@@ -47,6 +47,9 @@ class _Estimator(BaseEstimator):
     """What both share. Arguments are stored as they come and checked by `fit`, as scikit-learn asks."""
 
     _task: str
+    n_features_in_: int
+    feature_names_in_: np.ndarray
+    sigma_: Any
 
     def __init__(
         self,
