@@ -18,7 +18,7 @@ benchmarks = $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 export MPLBACKEND ?= Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint style types imports peers bench clean
+.PHONY: help install demo test slow lint style types imports peers bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,8 +35,11 @@ $(stamp): pyproject.toml constraints.txt
 demo: $(stamp) ## two data sets from table to report in a minute; writes build/demo and docs/images/demo.png
 	$(VENV)/bin/lapwing demo --out build/demo --picture docs/images/demo.png
 
-test: $(stamp) ## tests and doctests, warnings are errors
-	$(python) -m pytest -n $(WORKERS)
+test: $(stamp) ## tests and doctests, warnings are errors; without those marked slow
+	$(python) -m pytest -n $(WORKERS) -m "not slow"
+
+slow: $(stamp) ## tests that take long: kills in the middle of a fit, a million rows, peers beside us
+	$(python) -m pytest -m slow
 
 lint: style types imports ## style, types and the direction of imports
 
