@@ -145,6 +145,7 @@ def _draw_flags(axes: Any, inside: Tensor, outside: Tensor, threshold: float) ->
         axes.hist(values.tolist(), bins, color=colour, alpha=0.55, label=label)
     axes.axvline(threshold, color=GREY, linestyle="--", linewidth=1.2, label="flagged beyond this")
     axes.set(xlabel="standard deviation of the logits", ylabel="images", xscale="log")
+    axes.xaxis.set_minor_formatter(lambda value, place: "")  # labels within one decade would run into each other
     share = float((outside > threshold).double().mean())
     axes.set_title(f"{share:.0%} of turned digits are flagged")
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])

@@ -170,7 +170,7 @@ def evidence(figures: Figures) -> tuple[str, str]:
         here = f"With {value} the evidence is at its top."
     else:
         here = (
-            f"With {value} the evidence is {loss:,.1f} below its top: the prior was set in another way, or not tuned."
+            f"With {value} the evidence is {loss:,.1f} below its top: the prior was set by held-out data, or not tuned."
         )
     if figures["temperature"] != 1:
         here += f" The posterior has temperature {figures['temperature']:.3g}, which moves the top."
