@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from lapwing.errors import LikelihoodError
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, from_function
+
 RTOL = {"rtol": 1e-9, "atol": 1e-12}
 
 
@@ -37,6 +40,38 @@ def test_hessian_sqrt_squares_to_the_psd_hessian(problem):
     assert root.shape[:-1] == problem.f_last.shape
     torch.testing.assert_close(root @ root.mT, psd, **RTOL)
     assert torch.linalg.eigvalsh(psd).min() > -1e-12
+
+
+def test_hessian_mv_is_the_product_with_the_psd_hessian(problem):
+    v = torch.randn(problem.f.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    psd = problem.likelihood.psd_hessian(problem.f, problem.y)
+    expected = (psd @ v.movedim(problem.axis, -1).unsqueeze(-1)).squeeze(-1).movedim(-1, problem.axis)
+    product = problem.likelihood.hessian_mv(problem.f, problem.y, v)
+    assert product.shape == problem.f.shape
+    torch.testing.assert_close(product, expected, **RTOL)
+
+
+@pytest.mark.parametrize(
+    "likelihood", [Bernoulli(), Gaussian(0.5), Poisson(), Categorical(), HeteroscedasticGaussian()]
+)
+def test_hessian_mv_of_many_outputs_forms_no_matrix(likelihood):
+    f = torch.zeros(2, 200_000)  # [2, C, C] would be 320 GB
+    y = {Categorical: torch.zeros(2).long(), HeteroscedasticGaussian: f[:, ::2]}.get(type(likelihood), f)
+    assert likelihood.hessian_mv(f, y, torch.ones_like(f)).shape == f.shape
+
+
+def test_hessian_mv_of_a_function_keeps_the_layout():
+    likelihood = from_function(lambda f, y: ((f - y) ** 2).sum() + f.prod())
+    f = torch.tensor([[[1.0], [2.0]]], dtype=torch.float64)
+    product = likelihood.hessian_mv(f, torch.zeros_like(f), torch.tensor([[[1.0], [3.0]]], dtype=torch.float64))
+    torch.testing.assert_close(product, torch.tensor([[[5.0], [7.0]]], dtype=torch.float64), **RTOL)  # [[2, 1], [1, 2]]
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), from_function(lambda f, y: ((f - y) ** 2).sum())])
+def test_hessian_mv_refuses_another_shape(likelihood):
+    f = torch.zeros(4, 3)
+    with pytest.raises(LikelihoodError, match=r"shape \(3,\).*shape of the outputs"):
+        likelihood.hessian_mv(f, f, torch.zeros(3))
 
 
 def test_the_psd_hessian_is_the_hessian_where_convex(problem):

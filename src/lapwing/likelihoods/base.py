@@ -9,6 +9,7 @@ independent given f, so second derivatives are C x C blocks, one per position.
     grad          shape of f      d(-log p)/df
     hessian       [*lead, C, C]   d^2(-log p)/df^2
     hessian_sqrt  [*lead, C, R]   S with S S^T = psd_hessian: the Hessian itself where `convex`
+    hessian_mv    shape of f      psd_hessian v, without the matrix where a closed form is known
     fisher        [*lead, C, C]   E_{y ~ p(.|f)}[grad grad^T]
     fisher_sqrt   [*lead, C, R]
     sample        a target        y ~ p(. | f), fresh at each call
@@ -156,6 +157,12 @@ class Likelihood(ABC):
     def psd_hessian(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "*lead C C"]:
         """The Hessian where `convex`, else the positive semi-definite substitute that the final class states."""
 
+    def hessian_mv(self, f: Float[Tensor, "batch *outputs"], y: Tensor, v: Tensor) -> Float[Tensor, "batch *outputs"]:
+        """`psd_hessian(f, y)` times v, which has the shape of f: the middle of a product J^T H J with a vector."""
+        require_vector(f, v)
+        product = torch.einsum("... i j, ... j -> ... i", self.psd_hessian(f, y), self.to_last(working(v)))
+        return self.from_last(product, f.shape)
+
     @abstractmethod
     def fisher(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "*lead C C"]:
         """E[grad grad^T] over y ~ p(. | f)."""
@@ -194,6 +201,10 @@ class Positionwise(Likelihood):
 
     def psd_hessian(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "*lead C C"]:
         return self._psd_hessian(*self._prepare(f, y))
+
+    def hessian_mv(self, f: Float[Tensor, "batch *outputs"], y: Tensor, v: Tensor) -> Float[Tensor, "batch *outputs"]:
+        require_vector(f, v)
+        return self.from_last(self._hessian_mv(*self._prepare(f, y), self.to_last(working(v))), f.shape)
 
     def fisher(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "*lead C C"]:
         self._check_outputs(f)
@@ -243,6 +254,11 @@ class Positionwise(Likelihood):
     def _psd_hessian(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead C C"]:
         return self._hessian(f, y)
 
+    def _hessian_mv(
+        self, f: Float[Tensor, "*lead C"], y: Tensor, v: Float[Tensor, "*lead C"]
+    ) -> Float[Tensor, "*lead C"]:
+        return torch.einsum("... i j, ... j -> ... i", self._psd_hessian(f, y), v)
+
 
 def working(f: Tensor) -> Tensor:
     """f in the precision of computation: float32 for half-precision outputs, otherwise f itself."""
@@ -277,6 +293,18 @@ def require_shape(owner: Likelihood, f: Tensor, y: Tensor, expected: torch.Size,
                 f"{type(owner).__name__} targets of shape {tuple(y.shape)} for outputs of shape {tuple(f.shape)}",
                 f"{tuple(expected)}, {meaning}",
                 remedy,
+            )
+        )
+
+
+def require_vector(f: Tensor, v: Tensor) -> None:
+    """A vector that a matrix of the outputs is multiplied with: one number per output."""
+    if v.shape != f.shape:
+        raise LikelihoodError(
+            message(
+                f"a vector of shape {tuple(v.shape)} for outputs of shape {tuple(f.shape)}",
+                "the shape of the outputs",
+                "give one number per output",
             )
         )
 

@@ -53,5 +53,10 @@ class Bernoulli(Positionwise):
         # In log space the root keeps half the exponent, and its derivative in f stays finite where s(f) underflows.
         return torch.diag_embed((0.5 * (logsigmoid(f) + logsigmoid(-f))).exp())
 
+    def _hessian_mv(
+        self, f: Float[Tensor, "*lead C"], y: Tensor, v: Float[Tensor, "*lead C"]
+    ) -> Float[Tensor, "*lead C"]:
+        return f.sigmoid() * (-f).sigmoid() * v
+
     def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Float[Tensor, "*lead C"]:
         return torch.bernoulli(f.sigmoid(), generator=generator)

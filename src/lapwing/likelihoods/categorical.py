@@ -111,6 +111,14 @@ class Categorical(Positionwise):
         root.diagonal(dim1=-2, dim2=-1).copy_(head * (last + (1 - head**2)) / (1 + last))
         return root
 
+    def _hessian_mv(
+        self, f: Float[Tensor, "*lead C"], y: Int64[Tensor, "*lead"], v: Float[Tensor, "*lead C"]
+    ) -> Float[Tensor, "*lead C"]:
+        kept = self.observed(y)
+        p = f.softmax(-1)
+        product = p * (v - (p * v).sum(-1, keepdim=True))
+        return product if kept is None else product.where(kept.unsqueeze(-1), 0.0)
+
     def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Int64[Tensor, "*lead"]:
         p = f.softmax(-1).reshape(-1, f.shape[-1])
         return torch.multinomial(p, 1, generator=generator).reshape(f.shape[:-1])

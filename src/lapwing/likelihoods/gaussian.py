@@ -87,6 +87,11 @@ class Gaussian(Positionwise):
     def _fisher_sqrt(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C R"]:
         return torch.diag(1 / self._scale(f)).expand(*f.shape, f.shape[-1])
 
+    def _hessian_mv(
+        self, f: Float[Tensor, "*lead C"], y: Tensor, v: Float[Tensor, "*lead C"]
+    ) -> Float[Tensor, "*lead C"]:
+        return v / self._scale(f) ** 2
+
     def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Float[Tensor, "*lead C"]:
         noise = torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
         return f + self._scale(f) * noise

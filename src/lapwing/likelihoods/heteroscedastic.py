@@ -98,6 +98,13 @@ class HeteroscedasticGaussian(Positionwise):
         root = (-0.5 * log_variance).exp()
         return torch.diag_embed(torch.cat([root, torch.full_like(root, math.sqrt(0.5))], dim=-1))
 
+    def _hessian_mv(
+        self, f: Float[Tensor, "*lead C"], y: Tensor, v: Float[Tensor, "*lead C"]
+    ) -> Float[Tensor, "*lead C"]:
+        _, log_variance = f.chunk(2, -1)
+        of_mean, of_log_variance = v.chunk(2, -1)
+        return torch.cat([(-log_variance).exp() * of_mean, 0.5 * of_log_variance], dim=-1)
+
     def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Float[Tensor, "*lead D"]:
         mean, log_variance = f.chunk(2, -1)
         noise = torch.randn(mean.shape, generator=generator, dtype=f.dtype, device=f.device)

@@ -58,6 +58,11 @@ class Poisson(Positionwise):
     def _fisher_sqrt(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C R"]:
         return torch.diag_embed((0.5 * f).exp())
 
+    def _hessian_mv(
+        self, f: Float[Tensor, "*lead C"], y: Tensor, v: Float[Tensor, "*lead C"]
+    ) -> Float[Tensor, "*lead C"]:
+        return f.exp() * v
+
     def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Float[Tensor, "*lead C"]:
         rate = f.exp()
         if not bool((rate < _LARGEST_RATE).all()):
