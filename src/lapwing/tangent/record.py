@@ -8,21 +8,28 @@ without a rule makes its parameters *opaque*: they are differentiated sample by 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from lapwing.errors import ModelError, UnsupportedOperationError
 from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import tensors
+from lapwing.tangent.operations import (
+    RECURRENT,
+    REFUSABLE,
+    descend,
+    differentiable_twice,
+    flat,
+    name_of,
+    refuse_train_mode,
+    traits,
+    written_to,
+)
 from lapwing.tangent.rules import IN_PLACE, RULES, Call
 from lapwing.tangent.sources import Alias, Derived, Source, parameter_alias, view_alias
 from lapwing.tangent.uses import Use
@@ -31,14 +38,7 @@ _SAME_ENTRIES = frozenset(
     getattr(Tensor, name)
     for name in ("to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone")
 )
-_DROPOUT = frozenset(
-    getattr(F, name)
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-) | {torch.dropout}
-_ASKS_FOR_MODES = "has_torch_function"
-_RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 _SIZES = (int, str)
-_WRITING, _REFUSABLE = "writes into its first argument", "may be random, or couple samples"
 
 
 @dataclass
@@ -151,17 +151,17 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            with self, _descend():
+            with self, descend():
                 return func(*args, **kwargs)
-        name, kind = _traits(func)
-        if kind is _REFUSABLE:
-            _refuse_train_mode(func, args, kwargs)
+        name, kind = traits(func)
+        if kind is REFUSABLE:
+            refuse_train_mode(func, args, kwargs)
         # the operations, also those on data alone, and their axes and sizes: another batch may take another way
         self.record.trace = hash((self.record.trace, name, *(a for a in args if type(a) in _SIZES)))
-        given = _flat(args, kwargs)
+        given = flat(args, kwargs)
         read = [t for t in given if id(t) in self._sources]
         data = any(self._is_data(t) for t in given)
-        target = _written(kind, args, kwargs)
+        target = written_to(kind, args, kwargs)
         if not read:
             out = func(*args, **kwargs)
             if data:
@@ -174,8 +174,8 @@ class Recorder(TorchFunctionMode):
             before = args
         # a tensor that holds parameters loses its name when it is written to, so the names are asked for before
         names, version = (frozenset(), 0) if target is None else (self._names(read), target._version)
-        if func in _RECURRENT:
-            with _differentiable_twice():
+        if func in RECURRENT:
+            with differentiable_twice():
                 out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
@@ -191,7 +191,7 @@ class Recorder(TorchFunctionMode):
 
     def _write(self, func, target: Tensor, names: frozenset[str], data: bool) -> None:
         """Parameters were written into a tensor, whole or in part: no rule follows that, autograd does."""
-        name = _name(func)
+        name = name_of(func)
         number = len(self.record.events)
         dependent = data or number in self._dependent
         if dependent or not target.requires_grad:
@@ -213,7 +213,7 @@ class Recorder(TorchFunctionMode):
                 self._mark(out)
             return
         number = len(self.record.events)
-        name = _name(func)
+        name = name_of(func)
         dependent = data or number in self._dependent
         use = None
         if dependent:
@@ -257,108 +257,3 @@ class Recorder(TorchFunctionMode):
         if func in _SAME_ENTRIES:
             return first
         return view_alias(out, self._parameters[first.name], self._whole[first.name])
-
-
-def _flat(args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors among arguments, also in lists and mappings. Called for every operation: written to be quick."""
-    found = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += _flat(value, {})
-        elif isinstance(value, dict):
-            found += _flat(value.values(), {})
-    return found
-
-
-def _written(kind: str | None, args: tuple, kwargs: dict) -> Tensor | None:
-    """The tensor that an operation writes into: of an in-place method, of an assignment to an index, of `out=`."""
-    if kwargs and isinstance(kwargs.get("out"), Tensor):
-        return kwargs["out"]
-    return args[0] if kind is _WRITING and args and isinstance(args[0], Tensor) else None
-
-
-def _name(func: Callable) -> str:
-    return _traits(func)[0]
-
-
-@lru_cache(maxsize=1024)
-def _traits(func: Callable) -> tuple[str, str | None]:
-    """The name of an operation, and whether it writes into its first argument or may have to be refused."""
-    plain = getattr(func, "__name__", "")
-    name = plain or str(func)
-    if name == "__get__":
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
-    in_place = plain.endswith("_") and not plain.endswith("__")
-    if in_place or plain == "__setitem__" or func in IN_PLACE:
-        return name, _WRITING
-    refusable = func in _DROPOUT or func in _RECURRENT
-    refusable = refusable or func in (F.batch_norm, F.scaled_dot_product_attention, F.embedding)
-    return name, _REFUSABLE if refusable else None
-
-
-def _refuse_train_mode(func, args, kwargs) -> None:
-    """Operations that couple samples or draw random numbers in train mode."""
-    if func is F.batch_norm:
-        names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-        bound = dict(zip(names, args, strict=False)) | kwargs
-        if bound.get("training", False):
-            remedy = "Call model.eval() first."
-            if bound.get("running_mean") is None:
-                remedy = "Build the layer with track_running_stats=True, and let it see data in train mode."
-            raise ModelError(
-                "batch_norm normalises by the batch, as in train mode, which couples its samples; expected running "
-                f"statistics. {remedy}"
-            )
-    elif func in _DROPOUT:
-        bound = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-        default = func is not torch.dropout and func not in (F.alpha_dropout, F.feature_alpha_dropout)
-        training = bound.get("training", bound.get("train", default))
-        if training and bound.get("p", 0.5) > 0:
-            _refuse_random(_name(func))
-    elif func is F.scaled_dot_product_attention:
-        names = ("query", "key", "value", "attn_mask", "dropout_p")
-        if (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0) > 0:
-            _refuse_random("dropout in attention")
-    elif func in _RECURRENT:
-        # (input, hx, weights, bias, layers, dropout, train, ...), with batch_sizes after input for packed sequences
-        dropout, train = args[5:7] if isinstance(args[3], bool) else args[6:8]
-        if dropout > 0 and train:
-            _refuse_random(f"dropout in {_name(func)}")
-    elif func is F.embedding:
-        bound = dict(zip(("input", "weight", "padding_idx", "max_norm"), args, strict=False)) | kwargs
-        if bound.get("max_norm") is not None:
-            raise UnsupportedOperationError(
-                "embedding with max_norm rewrites its weight during the forward pass; expected a forward pass that "
-                "leaves the parameters alone. Renormalise the table once and build the layer without max_norm."
-            )
-
-
-def _refuse_random(what: str) -> None:
-    raise ModelError(
-        f"{what} is active (train mode), so that the network is a random function; expected a deterministic one. "
-        "Call model.eval() first."
-    )
-
-
-@contextmanager
-def _differentiable_twice() -> Iterator[None]:
-    """The fused recurrent kernels have no second derivative, which J v needs; the plain ones do."""
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # `mkldnn.flags` would set, and warn of, other switches too
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = before
-
-
-@contextmanager
-def _descend() -> Iterator[None]:
-    """Lets the body of a composite function run with the mode active, instead of handing it the call once more."""
-    before = getattr(F, _ASKS_FOR_MODES)
-    setattr(F, _ASKS_FOR_MODES, lambda *_: False)
-    try:
-        yield
-    finally:
-        setattr(F, _ASKS_FOR_MODES, before)

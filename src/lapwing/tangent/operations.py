@@ -1,0 +1,128 @@
+"""What is known of a torch function when it is seen: its name, what it writes into, and whether it must be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lapwing.errors import ModelError, UnsupportedOperationError
+from lapwing.tangent.rules import IN_PLACE
+
+_DROPOUT = frozenset(
+    getattr(F, name)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+) | {torch.dropout}
+_ASKS_FOR_MODES = "has_torch_function"
+RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
+WRITING, REFUSABLE = "writes into its first argument", "may be random, or couple samples"
+
+
+def flat(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among arguments, also in lists and mappings. Called for every operation: written to be quick."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += flat(value, {})
+        elif isinstance(value, dict):
+            found += flat(value.values(), {})
+    return found
+
+
+def written_to(kind: str | None, args: tuple, kwargs: dict) -> Tensor | None:
+    """The tensor that an operation writes into: of an in-place method, of an assignment to an index, of `out=`."""
+    if kwargs and isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]
+    return args[0] if kind is WRITING and args and isinstance(args[0], Tensor) else None
+
+
+def name_of(func: Callable) -> str:
+    return traits(func)[0]
+
+
+@lru_cache(maxsize=1024)
+def traits(func: Callable) -> tuple[str, str | None]:
+    """The name of an operation, and whether it writes into its first argument or may have to be refused."""
+    plain = getattr(func, "__name__", "")
+    name = plain or str(func)
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    in_place = plain.endswith("_") and not plain.endswith("__")
+    if in_place or plain == "__setitem__" or func in IN_PLACE:
+        return name, WRITING
+    refusable = func in _DROPOUT or func in RECURRENT
+    refusable = refusable or func in (F.batch_norm, F.scaled_dot_product_attention, F.embedding)
+    return name, REFUSABLE if refusable else None
+
+
+def refuse_train_mode(func, args, kwargs) -> None:
+    """Operations that couple samples or draw random numbers in train mode."""
+    if func is F.batch_norm:
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        if bound.get("training", False):
+            remedy = "Call model.eval() first."
+            if bound.get("running_mean") is None:
+                remedy = "Build the layer with track_running_stats=True, and let it see data in train mode."
+            raise ModelError(
+                "batch_norm normalises by the batch, as in train mode, which couples its samples; expected running "
+                f"statistics. {remedy}"
+            )
+    elif func in _DROPOUT:
+        bound = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        default = func is not torch.dropout and func not in (F.alpha_dropout, F.feature_alpha_dropout)
+        training = bound.get("training", bound.get("train", default))
+        if training and bound.get("p", 0.5) > 0:
+            _refuse_random(name_of(func))
+    elif func is F.scaled_dot_product_attention:
+        names = ("query", "key", "value", "attn_mask", "dropout_p")
+        if (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0) > 0:
+            _refuse_random("dropout in attention")
+    elif func in RECURRENT:
+        # (input, hx, weights, bias, layers, dropout, train, ...), with batch_sizes after input for packed sequences
+        dropout, train = args[5:7] if isinstance(args[3], bool) else args[6:8]
+        if dropout > 0 and train:
+            _refuse_random(f"dropout in {name_of(func)}")
+    elif func is F.embedding:
+        bound = dict(zip(("input", "weight", "padding_idx", "max_norm"), args, strict=False)) | kwargs
+        if bound.get("max_norm") is not None:
+            raise UnsupportedOperationError(
+                "embedding with max_norm rewrites its weight during the forward pass; expected a forward pass that "
+                "leaves the parameters alone. Renormalise the table once and build the layer without max_norm."
+            )
+
+
+def _refuse_random(what: str) -> None:
+    raise ModelError(
+        f"{what} is active (train mode), so that the network is a random function; expected a deterministic one. "
+        "Call model.eval() first."
+    )
+
+
+@contextmanager
+def differentiable_twice() -> Iterator[None]:
+    """The fused recurrent kernels have no second derivative, which J v needs; the plain ones do."""
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # `mkldnn.flags` would set, and warn of, other switches too
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
+
+
+@contextmanager
+def descend() -> Iterator[None]:
+    """Lets the body of a composite function run with the mode active, instead of handing it the call once more."""
+    before = getattr(F, _ASKS_FOR_MODES)
+    setattr(F, _ASKS_FOR_MODES, lambda *_: False)
+    try:
+        yield
+    finally:
+        setattr(F, _ASKS_FOR_MODES, before)
