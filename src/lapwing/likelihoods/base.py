@@ -10,6 +10,7 @@ independent given f, so second derivatives are C x C blocks, one per position.
     hessian       [*lead, C, C]   d^2(-log p)/df^2
     hessian_sqrt  [*lead, C, R]   S with S S^T = psd_hessian: the Hessian itself where `convex`
     hessian_mv    shape of f      psd_hessian v, without the matrix where a closed form is known
+    hessian_diagonal              the diagonal of psd_hessian, of the shape of f, likewise
     fisher        [*lead, C, C]   E_{y ~ p(.|f)}[grad grad^T]
     fisher_sqrt   [*lead, C, R]
     sample        a target        y ~ p(. | f), fresh at each call
@@ -163,6 +164,10 @@ class Likelihood(ABC):
         product = torch.einsum("... i j, ... j -> ... i", self.psd_hessian(f, y), self.to_last(working(v)))
         return self.from_last(product, f.shape)
 
+    def hessian_diagonal(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "batch *outputs"]:
+        """The diagonal of `psd_hessian(f, y)`."""
+        return self.from_last(self.psd_hessian(f, y).diagonal(dim1=-2, dim2=-1), f.shape)
+
     @abstractmethod
     def fisher(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "*lead C C"]:
         """E[grad grad^T] over y ~ p(. | f)."""
@@ -205,6 +210,9 @@ class Positionwise(Likelihood):
     def hessian_mv(self, f: Float[Tensor, "batch *outputs"], y: Tensor, v: Tensor) -> Float[Tensor, "batch *outputs"]:
         require_vector(f, v)
         return self.from_last(self._hessian_mv(*self._prepare(f, y), self.to_last(working(v))), f.shape)
+
+    def hessian_diagonal(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "batch *outputs"]:
+        return self.from_last(self._hessian_diagonal(*self._prepare(f, y)), f.shape)
 
     def fisher(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "*lead C C"]:
         self._check_outputs(f)
@@ -258,6 +266,9 @@ class Positionwise(Likelihood):
         self, f: Float[Tensor, "*lead C"], y: Tensor, v: Float[Tensor, "*lead C"]
     ) -> Float[Tensor, "*lead C"]:
         return torch.einsum("... i j, ... j -> ... i", self._psd_hessian(f, y), v)
+
+    def _hessian_diagonal(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead C"]:
+        return self._psd_hessian(f, y).diagonal(dim1=-2, dim2=-1)
 
 
 def working(f: Tensor) -> Tensor:

@@ -53,6 +53,9 @@ class Bernoulli(Positionwise):
         # In log space the root keeps half the exponent, and its derivative in f stays finite where s(f) underflows.
         return torch.diag_embed((0.5 * (logsigmoid(f) + logsigmoid(-f))).exp())
 
+    def _hessian_diagonal(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead C"]:
+        return self._hessian_mv(f, y, torch.ones_like(f))
+
     def _hessian_mv(
         self, f: Float[Tensor, "*lead C"], y: Tensor, v: Float[Tensor, "*lead C"]
     ) -> Float[Tensor, "*lead C"]:

@@ -111,6 +111,10 @@ class Categorical(Positionwise):
         root.diagonal(dim1=-2, dim2=-1).copy_(head * (last + (1 - head**2)) / (1 + last))
         return root
 
+    def _hessian_diagonal(self, f: Float[Tensor, "*lead C"], y: Int64[Tensor, "*lead"]) -> Float[Tensor, "*lead C"]:
+        kept, p = self.observed(y), f.softmax(-1)
+        return p * (1 - p) if kept is None else (p * (1 - p)).where(kept.unsqueeze(-1), 0.0)
+
     def _hessian_mv(
         self, f: Float[Tensor, "*lead C"], y: Int64[Tensor, "*lead"], v: Float[Tensor, "*lead C"]
     ) -> Float[Tensor, "*lead C"]:

@@ -87,6 +87,9 @@ class Gaussian(Positionwise):
     def _fisher_sqrt(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C R"]:
         return torch.diag(1 / self._scale(f)).expand(*f.shape, f.shape[-1])
 
+    def _hessian_diagonal(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead C"]:
+        return self._hessian_mv(f, y, torch.ones_like(f))
+
     def _hessian_mv(
         self, f: Float[Tensor, "*lead C"], y: Tensor, v: Float[Tensor, "*lead C"]
     ) -> Float[Tensor, "*lead C"]:

@@ -98,6 +98,9 @@ class HeteroscedasticGaussian(Positionwise):
         root = (-0.5 * log_variance).exp()
         return torch.diag_embed(torch.cat([root, torch.full_like(root, math.sqrt(0.5))], dim=-1))
 
+    def _hessian_diagonal(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead C"]:
+        return self._hessian_mv(f, y, torch.ones_like(f))
+
     def _hessian_mv(
         self, f: Float[Tensor, "*lead C"], y: Tensor, v: Float[Tensor, "*lead C"]
     ) -> Float[Tensor, "*lead C"]:

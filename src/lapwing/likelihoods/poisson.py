@@ -58,6 +58,9 @@ class Poisson(Positionwise):
     def _fisher_sqrt(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C R"]:
         return torch.diag_embed((0.5 * f).exp())
 
+    def _hessian_diagonal(self, f: Float[Tensor, "*lead C"], y: Tensor) -> Float[Tensor, "*lead C"]:
+        return self._hessian_mv(f, y, torch.ones_like(f))
+
     def _hessian_mv(
         self, f: Float[Tensor, "*lead C"], y: Tensor, v: Float[Tensor, "*lead C"]
     ) -> Float[Tensor, "*lead C"]:
