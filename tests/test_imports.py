@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("likelihoods", "tangent", "priors"),
     ("estimate",),
     ("posterior",),
-    ("predictive", "evidence", "subnetwork"),
+    ("predictive", "evidence", "subnetwork", "alignment"),
     ("validation",),
     ("training", "serialize", "curvature"),
     ("laplace",),

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lapwing import curvature
+from lapwing.alignment import alignment
 from lapwing.laplace import *  # noqa: F403
 from lapwing.laplace import __all__ as _face
 
@@ -23,7 +24,7 @@ try:
 except PackageNotFoundError:  # a source tree on the path that was never installed has no metadata to read
     __version__ = "0+unknown"
 
-__all__ = ["__version__", "attach", "curvature", "report", *_face]
+__all__ = ["__version__", "alignment", "attach", "curvature", "report", *_face]
 
 # What people run is imported when it is first used, so that the library stays quick to import.
 _LATER = {"attach": "lapwing.applications.attach", "report": "lapwing.applications.report"}
