@@ -103,10 +103,11 @@ def report(name: str, rows: list[dict]) -> None:
         times = f"{1e3 * row['seconds']:9.1f} {1e3 * row['other_seconds']:10.1f}"
         print(f"{row['network']:8} {row['work']:20} {row['against']:16} {times} {factor}   {limit}")
     RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(context() | {"rows": rows}, indent=1) + "\n")
+
+
+def context() -> dict[str, Any]:
+    """Where figures come from."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    context = {
-        "commit": commit,
-        "seed": 0,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-    }
-    (RESULTS / f"{name}.json").write_text(json.dumps(context | {"rows": rows}, indent=1) + "\n")
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return {"commit": commit, "seed": 0, "machine": machine}
