@@ -2,18 +2,21 @@
 
     Selection     J holds zeros and ones: reshapes, slices, concatenation, padding, sums, max-pooling
     Entrywise     J is diagonal: activations, sums and products with broadcasting; J comes from autograd
-    Multilinear   y sums products of entries of its arguments: linear, convolutions, matmul; arguments are squared
-    ...           softmax and normalisations in closed form, averages and resampling axis by axis (`squares_more`)
+    Reduction     an entry goes into one entry of the output: norms, variances, maxima, products, gates
+    Multilinear   linear, convolutions, matmul: with the arguments squared (`squares_products`)
+    ...           averages and resampling axis by axis (`squares_resampling`), softmax and normalisations in closed
+                  form (`squares_norms`)
 
-Off-diagonal entries of the propagated matrix are dropped, and nothing else: J^2 is exact for every rule. Cost of a
-rule: about that of the operation's own backward pass. A new operation needs one rule (docs/extending.md).
+Off-diagonal entries of the propagated matrix are dropped, and nothing else: J^2 is exact for every rule. (A product of
+a tensor with itself counts it as two tensors.) Cost of a rule: about that of the operation's own backward pass. A new
+operation needs one rule (docs/extending.md). What is made of parameters alone needs none: its J is spelled out.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperationError
-from lapwing.tangent.convolution import as_tuple
-from lapwing.tangent.operations import flat
+from lapwing.linalg.rows import DEFAULT_BUDGET, chunks
+from lapwing.tangent.operations import RECURRENT, WRITING, flat, traits
 from lapwing.tangent.rules import ELEMENTWISE, methods
 
 if TYPE_CHECKING:
@@ -65,13 +68,15 @@ def propagate(node: Node, given: Sequence[Tensor | None]) -> Squares:
     if node.rule is not None:
         return node.rule.squares(node, given)
     only = _proved_entrywise(node, given)
-    if only is None:
-        raise UnsupportedOperationError(
-            f"'{node.name}' has no rule for propagated curvature; expected linear, convolution, pooling, resampling, "
-            "normalisation, attention, reshaping or entrywise operations. Register a rule (docs/extending.md, 'A rule "
-            "of the tape'), or use a structure that propagates nothing: 'diag', 'kron' or 'full'."
-        )
-    return only
+    if only is not None:
+        return only
+    if node.derived and node.function not in RECURRENT:
+        return spelled_out(node, given)
+    raise UnsupportedOperationError(
+        f"'{node.name}' has no rule for propagated curvature; expected linear, convolution, pooling, resampling, "
+        "normalisation, attention, reshaping or entrywise operations. Register a rule (docs/extending.md, 'A rule "
+        "of the tape'), or use a structure that propagates nothing: 'diag', 'kron' or 'full'."
+    )
 
 
 def _proved_entrywise(node: Node, given: Sequence[Tensor | None]) -> Squares | None:
@@ -80,14 +85,46 @@ def _proved_entrywise(node: Node, given: Sequence[Tensor | None]) -> Squares | N
     if len(sources) != 1 or len(node.outs) != 1 or given[0] is None:
         return None
     (source,), (out,) = sources, node.outs
-    if out is None or source.shape != out.shape:
+    if out is None or source.shape != out.shape or out.dtype.is_complex:
         return None
     ones = torch.ones(out.shape, dtype=out.dtype, device=given[0].device)
     probe = torch.cos(3 + torch.arange(ones.numel(), device=ones.device).to(ones.dtype) ** 1.5).reshape(ones.shape)
-    (_, slope), *_ = node.pull([ones]) or [(source, torch.zeros_like(ones))]
-    (_, pulled), *_ = node.pull([probe]) or [(source, torch.zeros_like(ones))]
+    slope, pulled = ((node.pull([u]) or [(source, torch.zeros_like(ones))])[0][1] for u in (ones, probe))
     close = torch.allclose(pulled, slope * probe, rtol=1e-4, atol=1e-6 * float(slope.abs().max() + 1e-30))
-    return [(source, given[0] * slope.square())] if close else None
+    return [(source, given[0] * slope.square().to(given[0].dtype))] if close else None
+
+
+def spelled_out(node: Node, given: Sequence[Tensor | None]) -> Squares:
+    """Any operation, by one backward pass per entry of its output; for what is made of parameters alone."""
+    held: dict[Value, Tensor] = {}
+    for number, m in enumerate(given):
+        if m is None:
+            continue
+        each = 2 * m.element_size() * (m.numel() + sum(source.shape.numel() for source in node.sources))
+        for part in chunks(m.numel(), each, DEFAULT_BUDGET // 4):
+            index = torch.arange(part.start, part.stop, device=m.device)
+            units = m.new_zeros(len(index), m.numel())
+            units[index - part.start, index] = 1
+            for value, rows in _rows(node, units.reshape(-1, *m.shape), number):
+                share = torch.einsum("r, r ... -> ...", m.flatten()[part], rows.to(m.dtype).square())
+                held[value] = held[value] + share if value in held else share
+    return list(held.items())
+
+
+def _rows(node: Node, units: Tensor, number: int) -> Squares:
+    """J^T u for a leading axis of cotangents of one output, summed over the slots that a value was given in."""
+    empty: list[Tensor | None] = [None] * len(node.outs)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns where it would loop inside: the loop below is as good
+            pulled = node.pull([*empty[:number], units, *empty[number + 1 :]], batched=True)
+    except (RuntimeError, UserWarning):
+        each = [node.pull([*empty[:number], unit, *empty[number + 1 :]]) for unit in units]
+        pulled = [(values[0][0], torch.stack([grad for _, grad in values])) for values in zip(*each, strict=True)]
+    held: dict[Value, Tensor] = {}
+    for value, grad in pulled:
+        held[value] = held[value] + grad if value in held else grad
+    return list(held.items())
 
 
 # -- zeros and ones -------------------------------------------------------------------------------------------------
@@ -114,20 +151,40 @@ _SELECTIONS = (
     "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "roll", "flip", "fliplr", "flipud", "rot90",
     "contiguous", "clone", "to", "type", "type_as", "float", "double", "half", "bfloat16", "diagonal", "diag",
     "diag_embed", "unfold", "fold", "sum", "cumsum", "pad", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
-    "embedding", "adjoint", "positive", "alias", "atleast_1d", "atleast_2d", "atleast_3d", "__getitem__",
-    "__setitem__", "copy_", "tril", "triu",
+    "adjoint", "positive", "alias", "atleast_1d", "atleast_2d", "atleast_3d", "__getitem__",
+    "__setitem__", "copy_", "tril", "triu", "masked_scatter", "masked_scatter_", "scatter", "scatter_", "scatter_add",
+    "scatter_add_", "index_copy", "index_copy_", "nansum", "trace", "block_diag", "broadcast_tensors",
 )  # fmt: skip
 _DATA_DEPENDENT = (
     "max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices", "max_pool2d_with_indices",
     "max_pool3d_with_indices", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
     "adaptive_max_pool1d_with_indices", "adaptive_max_pool2d_with_indices", "adaptive_max_pool3d_with_indices",
-    "fractional_max_pool2d", "max_unpool1d", "max_unpool2d", "max_unpool3d", "sort", "topk", "max", "min",
+    "fractional_max_pool2d", "max_unpool1d", "max_unpool2d", "max_unpool3d", "sort", "topk", "msort",
 )  # fmt: skip
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 register(Selection(), *functional(*_SELECTIONS, *_DROPOUTS))
 register(Selection(), *(getattr(Tensor, name).__get__ for name in ("T", "mT", "data", "real")))
 register(Selection(fixed=False), *functional(*_DATA_DEPENDENT))
+
+
+class Embedding(Selection):
+    """Rows of a table; gradients by frequency are no derivatives."""
+
+    def keeps(self, node: Node) -> bool:
+        return True
+
+    def squares(self, node: Node, given: Sequence[Tensor | None]) -> Squares:
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+        if (dict(zip(names, node.args, strict=False)) | node.kwargs).get("scale_grad_by_freq"):
+            raise UnsupportedOperationError(
+                "'embedding' divides its gradients by the frequency of a token, so that they are not those of its "
+                "output; expected scale_grad_by_freq=False. Build the layer without it."
+            )
+        return super().squares(node, given)
+
+
+register(Embedding(), F.embedding)
 
 
 # -- entry by entry -------------------------------------------------------------------------------------------------
@@ -151,23 +208,28 @@ def slopes(node: Node, like: Tensor) -> list[tuple[Value, Tensor]]:
     """dy/dx entry by entry, of the shape of y, in the base of an entrywise function or in each of its arguments."""
     (out,) = node.outs
     assert out is not None
+    function = node.function
     if out.origin is not None:
         ones = torch.ones(out.shape, dtype=out.dtype, device=like.device)
         (slope,) = torch.autograd.grad([out.edge], [out.origin.edge], [ones], retain_graph=True)
         return [(out.origin, slope)]
-    if node.function in _SUMS and not node.kwargs.get("alpha"):
+    if function in _SUMS and "alpha" not in node.kwargs:
         one = torch.ones((), dtype=out.dtype, device=like.device)
         return [(value, one) for value in node.inputs.values()]
     tensors = node.given
     leaves = {number: tensors[number].expand(out.shape).clone().requires_grad_() for number in node.inputs}
+    if traits(function)[1] is WRITING:  # the copy is written to, and not what is on the tape
+        tensors[0] = tensors[0].clone()
     with torch.enable_grad():
-        # of an operation in place, the first argument is written to
-        (y,) = node.again([leaves[i].clone() if i in leaves else tensor for i, tensor in enumerate(tensors)])
+        given = [leaves[i].clone() if i in leaves else tensor for i, tensor in enumerate(tensors)]
+        # the value of masked_fill may not have a shape
+        (y,) = [torch.where(given[1], given[2], given[0])] if function in _FILLS else node.again(given)
         grads = torch.autograd.grad(y.sum(), list(leaves.values()), allow_unused=True)
     return [(node.inputs[i], grad) for i, grad in zip(leaves, grads, strict=True) if grad is not None]
 
 
 _SUMS = frozenset(methods("add", "add_", "__add__", "__radd__", "__iadd__"))
+_FILLS = frozenset(methods("masked_fill", "masked_fill_"))
 _ACTIVATIONS = (
     "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softshrink",
     "hardshrink", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "softsign", "tanh", "sigmoid", "tanhshrink",
@@ -185,101 +247,57 @@ register(
 )
 
 
-class Prelu(Rule):
-    """x where it is positive, else a slope per channel times x."""
+class Reduction(Rule):
+    """Each entry of the input goes into one entry of each output, so that J^2 m = (J^T 1) * (J^T m)."""
+
+    def keeps(self, node: Node) -> bool:
+        return len(flat(node.args, node.kwargs)) > 1
 
     def squares(self, node: Node, given: Sequence[Tensor | None]) -> Squares:
-        (m,), (x, weight) = given, node.given
-        assert m is not None
-        view = (1, -1, *(1,) * (x.dim() - 2)) if x.dim() > 1 else (-1,)
+        if self.keeps(node):
+            return self._broadcast(node, given)
         found: Squares = []
-        for number, value in node.inputs.items():
-            if number == 0:
-                found.append((value, m * torch.where(x > 0, 1.0, weight.reshape(view)).square().to(m.dtype)))
-            else:
-                per_channel = (m * x.clamp_max(0).square().to(m.dtype)).sum([i for i in range(x.dim()) if i != 1])
-                found.append((value, per_channel.sum_to_size(weight.shape)))
+        for number, m in enumerate(given):
+            if m is not None:
+                alone: list[Tensor | None] = [None] * len(given)
+                alone[number] = torch.ones_like(m)
+                slopes = node.pull(alone)
+                alone[number] = m
+                found += [
+                    (value, slope.to(m.dtype) * grad)
+                    for (value, slope), (_, grad) in zip(slopes, node.pull(alone), strict=True)
+                ]
         return found
 
-
-register(Prelu(), *functional("prelu"))
-
-
-# -- sums of products -----------------------------------------------------------------------------------------------
-
-
-class Multilinear(Rule):
-    """y_o = sum of products of one entry from each argument: with the arguments squared, its vjp holds J^2."""
-
-    def squares(self, node: Node, given: Sequence[Tensor | None]) -> Squares:
-        (m,) = given
+    def _broadcast(self, node: Node, given: Sequence[Tensor | None]) -> Squares:
+        """Several arguments: entry by entry in what each becomes when it is broadcast."""
+        (m,), tensors = given, node.given
         assert m is not None
-        squared = [t.square().to(m.dtype) if t.is_floating_point() else t for t in node.given]
-        leaves = [squared[number].requires_grad_() for number in node.inputs]
-        scales = {key: node.kwargs[key] ** 2 for key in ("alpha", "beta") if key in node.kwargs}
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        leaves = {number: tensors[number].expand(shape).clone().requires_grad_() for number in node.inputs}
         with torch.enable_grad():
-            (y,) = replace(node, kwargs=node.kwargs | scales).again(squared)
-        grads = torch.autograd.grad([y], leaves, [m])
-        return list(zip(node.inputs.values(), grads, strict=True))
+            (y,) = node.again([leaves.get(number, tensor) for number, tensor in enumerate(tensors)])
+        starts = list(leaves.values())
+        slopes = torch.autograd.grad([y], starts, [torch.ones_like(y)], retain_graph=True)
+        grads = torch.autograd.grad([y], starts, [m.to(y.dtype)])
+        return [
+            (value, (slope * grad).to(m.dtype).sum_to_size(value.shape))
+            for value, slope, grad in zip(node.inputs.values(), slopes, grads, strict=True)
+        ]
 
 
-class Linear(Multilinear):
-    """F.linear, without a second forward pass."""
-
-    def squares(self, node: Node, given: Sequence[Tensor | None]) -> Squares:
-        (m,), (x, weight, *_) = given, node.given
-        if node.kwargs or x.dim() < 2:  # arguments in an order of their own, a single vector
-            return super().squares(node, given)
-        assert m is not None
-        found: Squares = []
-        for number, value in node.inputs.items():
-            if number == 0:
-                found.append((value, m @ weight.square().to(m.dtype)))
-            elif number == 1:
-                found.append((value, m.flatten(0, -2).mT @ x.square().to(m.dtype).flatten(0, -2)))
-            else:
-                found.append((value, m.flatten(0, -2).sum(0)))
-        return found
-
-
-class Convolution(Multilinear):
-    """Convolutions and their transposes, by the backward kernel alone."""
-
-    def __init__(self, dims: int, transposed: bool) -> None:
-        self.dims, self.transposed = dims, transposed
+class Extremum(Reduction):
+    """max and min of one tensor, or entry by entry of two."""
 
     def squares(self, node: Node, given: Sequence[Tensor | None]) -> Squares:
-        names = ("input", "weight", "bias", "stride", "padding")
-        names += ("output_padding", "groups", "dilation") if self.transposed else ("dilation", "groups")
-        defaults = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
-        options = defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
-        (m,), (x, weight, *_) = given, node.given
-        if isinstance(options["padding"], str) or x.dim() != self.dims + 2 or flat((), node.kwargs):
-            return super().squares(node, given)
-        assert m is not None
-        stride, padding, dilation, extra = (
-            list(as_tuple(options[name], self.dims)) for name in ("stride", "padding", "dilation", "output_padding")
-        )
-        wanted = [number in node.inputs for number in range(3)]
-        sizes = [m.shape[1]] if wanted[2] else None
-        grads = torch.ops.aten.convolution_backward(
-            m.contiguous(), x.square().to(m.dtype), weight.square().to(m.dtype), sizes, stride, padding, dilation,
-            self.transposed, extra, options["groups"], wanted,
-        )  # fmt: skip
-        return [(value, grads[number]) for number, value in node.inputs.items()]
+        return Entrywise().squares(node, given) if self.keeps(node) else super().squares(node, given)
 
 
-register(Linear(), F.linear)
+register(Extremum(), *methods("max", "min"))
 register(
-    Multilinear(),
-    *methods("matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "__matmul__", "__rmatmul__", "tensordot"),
-    *methods("addmm", "baddbmm", "addbmm", "addmv"),
-    *(torch.einsum, torch.linalg.matmul, F.bilinear),
+    Reduction(),
+    *methods("amax", "amin", "aminmax", "median", "nanmedian", "mode", "kthvalue", "prod", "nanmean", "logsumexp"),
+    *methods("var", "std", "var_mean", "std_mean", "norm", "dist", "det", "logdet", "slogdet"),
+    *(torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.det, torch.linalg.slogdet),
+    *(torch.special.logsumexp, F.glu, F.cosine_similarity, F.pairwise_distance),
 )
-for _dims, _forward, _back in (
-    (1, F.conv1d, F.conv_transpose1d),
-    (2, F.conv2d, F.conv_transpose2d),
-    (3, F.conv3d, F.conv_transpose3d),
-):
-    register(Convolution(_dims, transposed=False), _forward)
-    register(Convolution(_dims, transposed=True), _back)

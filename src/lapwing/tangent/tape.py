@@ -26,11 +26,12 @@ from torch.overrides import TorchFunctionMode
 from lapwing.errors import UnsupportedOperationError
 from lapwing.tangent.checks import check_output, check_trainable
 from lapwing.tangent.guard import plain_attention, unchanged
-from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors
+from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, tensors
 from lapwing.tangent.model import Tangent
 from lapwing.tangent.operations import REFUSABLE, WRITING, descend, flat, refuse_train_mode, traits, written_to
 from lapwing.tangent.squares import Rule
 from lapwing.tangent.squares_more import RULES
+from lapwing.tangent.tape_plain import attention, composite, inlined
 
 # -- what is on the tape --------------------------------------------------------------------------------------------
 
@@ -40,6 +41,7 @@ class Value:
     """A tensor that depends on parameters: `parameter` names it if it is one, else `node` returned it.
 
     `base` is the value of which it is an entrywise function; itself where an operation mixes entries, or several.
+    `derived` says that no data went into it.
     """
 
     edge: GradientEdge
@@ -48,6 +50,7 @@ class Value:
     parameter: str | None = None
     node: Node | None = field(default=None, repr=False)
     origin: Value | None = field(default=None, repr=False)
+    derived: bool = False
 
     @property
     def base(self) -> Value:
@@ -69,6 +72,7 @@ class Node:
     inputs: dict[int, Value]
     outs: list[Value | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    derived: bool = False
 
     @property
     def sources(self) -> list[Value]:
@@ -80,7 +84,7 @@ class Node:
         """Every tensor among the arguments, as the operation saw it."""
         given = flat(self.args, self.kwargs)
         for tensor, version in zip(given, self.versions, strict=True):
-            if tensor._version != version:
+            if _version(tensor) != version:
                 raise UnsupportedOperationError(
                     f"'{self.name}' read a tensor of shape {list(tensor.shape)} that is written to later on, so that "
                     "what it saw is lost; expected operations that leave their inputs alone. Replace the in-place "
@@ -121,7 +125,15 @@ def _paired(
     grads = torch.autograd.grad(
         ends, starts, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
     )
-    return [(value, grad) for value, grad in zip(values, grads, strict=True) if grad is not None]
+    return [
+        (value, grad.to_dense() if grad.is_sparse else grad)
+        for value, grad in zip(values, grads, strict=True)
+        if grad is not None
+    ]
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 @dataclass(eq=False)
@@ -148,31 +160,52 @@ def record(tangent: Tangent, x: Any) -> Tape:
         check_input(x, tangent.space.device)
         parameters = tangent.parameters
         check_trainable(parameters)
-        recorder = _Recorder(parameters)
+        recorder = TapeRecorder(parameters, x)
         with unchanged(tangent.model), plain_attention(), recorder:
             out = call(tangent.model, x)
     check_output(out, batch_size(x))
-    return Tape(recorder.nodes, recorder.parameters, out.detach(), recorder.value(out, "the model"))
+    return recorder.tape(out)
 
 
 # -- the recorder ---------------------------------------------------------------------------------------------------
 
 
-class _Recorder(TorchFunctionMode):
-    """Records calls that read a tensor which depends on `parameters`."""
+class TapeRecorder(TorchFunctionMode):
+    """Records calls that read a tensor which depends on `parameters`; `inputs` are the data."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], inputs: Any = ()) -> None:
         super().__init__()
         self.nodes: list[Node] = []
         self.parameters: dict[str, Value] = {}
         self._known: dict[int, tuple[weakref.ref, Value | None, int]] = {}
+        self._inside: list[Callable] = []
+        self._data: dict[int, weakref.ref] = {}
+        self._mark(list(tensors(inputs)))
         for name, tensor in parameters.items():
-            value = Value(get_gradient_edge(tensor), tensor.shape, tensor.dtype, parameter=name)
+            value = Value(get_gradient_edge(tensor), tensor.shape, tensor.dtype, parameter=name, derived=True)
             self.parameters[name] = value
             self._register(tensor, value)
 
+    def tape(self, out: Tensor) -> Tape:
+        """What led to these outputs; calls that did not are left out."""
+        output = self.value(out, "the model")
+        reached = {output}
+        kept: list[Node] = []
+        for node in reversed(self.nodes):
+            if not reached.isdisjoint(node.outs):
+                reached.update(value for source in node.sources for value in (source, source.base))
+                kept.append(node)
+        return Tape(kept[::-1], self.parameters, out.detach(), output)
+
     def _register(self, tensor: Tensor, value: Value | None) -> None:
-        self._known[id(tensor)] = weakref.ref(tensor), value, tensor._version
+        self._known[id(tensor)] = weakref.ref(tensor), value, _version(tensor)
+
+    def _mark(self, made: Sequence[Tensor]) -> None:
+        self._data.update((id(tensor), weakref.ref(tensor)) for tensor in made)
+
+    def _is_data(self, tensor: Tensor) -> bool:
+        known = self._data.get(id(tensor))
+        return known is not None and known() is tensor
 
     def value(self, tensor: Tensor, reader: str) -> Value | None:
         """What is known of a tensor that an operation reads; None for one that no parameter in question went into."""
@@ -188,7 +221,7 @@ class _Recorder(TorchFunctionMode):
                 "an operation that cannot be seen (a custom autograd function, say); expected torch operations. Use a "
                 "structure that propagates nothing: 'diag', 'kron' or 'full'."
             )
-        if tensor._version != version:
+        if _version(tensor) != version:
             raise UnsupportedOperationError(
                 f"'{reader}' reads a tensor of shape {list(tensor.shape)} that was written to through a view of it; "
                 "expected operations that leave their inputs alone. Replace the in-place operation."
@@ -206,34 +239,43 @@ class _Recorder(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             with self:
                 return attention(*args, **kwargs)
-        found = {
-            number: self.value(tensor, name) for number, tensor in enumerate(flat(args, kwargs)) if tensor.requires_grad
-        }
+        given = flat(args, kwargs)
+        found = {number: self.value(tensor, name) for number, tensor in enumerate(given) if tensor.requires_grad}
         inputs = {number: value for number, value in found.items() if value is not None}
+        if inputs and func not in self._inside and composite(func) and func not in RULES:
+            self._inside.append(func)
+            try:
+                with self, inlined(func):
+                    return func(*args, **kwargs)
+            finally:
+                self._inside.pop()
+        data = any(self._is_data(tensor) for tensor in given) or any(not value.derived for value in inputs.values())
         before = args
-        if inputs and kind is WRITING and len(set(inputs.values())) > 1:
+        if inputs and kind is WRITING and args and isinstance(args[0], Tensor):
             before = (args[0].detach().clone(), *args[1:])
         out = func(*args, **kwargs)
         target = written_to(kind, args, kwargs)
         made = [target] if target is not None else _tensors(out)
+        if data:
+            self._mark(made)
         if not any(tensor.requires_grad for tensor in made):
             return out
         if inputs:
-            self._note(func, name, before, kwargs, inputs, made)
+            self._note(func, name, before, kwargs, inputs, made, not data)
         elif found:  # made of parameters outside the space alone
             for tensor in made:
                 self._register(tensor, None)
         return out
 
-    def _note(self, func, name: str, args, kwargs, inputs: dict[int, Value], made: list[Tensor]) -> None:
+    def _note(self, func, name: str, args, kwargs, inputs: dict[int, Value], made: list[Tensor], derived: bool) -> None:
         rule = RULES.get(func)
-        node = Node(func, name, rule, args, kwargs, inputs)
+        node = Node(func, name, rule, args, kwargs, inputs, derived=derived)
         bases = {value.base for value in inputs.values()}
         for tensor in made:
             if not tensor.requires_grad:
                 node.outs.append(None)
                 continue
-            value = Value(get_gradient_edge(tensor), tensor.shape, tensor.dtype, node=node)
+            value = Value(get_gradient_edge(tensor), tensor.shape, tensor.dtype, node=node, derived=derived)
             if rule is not None and rule.entrywise and len(bases) == 1:
                 (base,) = bases
                 same = all(each.shape == tensor.shape for each in (base, *inputs.values()))
@@ -242,32 +284,8 @@ class _Recorder(TorchFunctionMode):
             self._register(tensor, value)
         if rule is not None and not rule.keeps(node):
             node.args, node.kwargs = (), {}
-        node.versions = [tensor._version for tensor in flat(node.args, node.kwargs)]
+        node.versions = [_version(tensor) for tensor in flat(node.args, node.kwargs)]
         self.nodes.append(node)
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """softmax(q k^T scale + mask) v in plain operations, which a walk can follow."""
-    if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, float("-inf"))
-    elif attn_mask is not None:
-        boolean = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if boolean else scores + attn_mask
-    return scores.softmax(-1) @ value
 
 
 def _tensors(out: Any) -> list[Tensor]:
