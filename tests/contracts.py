@@ -26,10 +26,12 @@ from torch import Generator, Tensor
 from lapwing.linalg import (
     Block,
     Blocks,
+    CorrectedKronecker,
     Curvature,
     Dense,
     DenseRows,
     Diagonal,
+    EigenColumns,
     Kronecker,
     LookupRows,
     MatrixLayout,
@@ -369,6 +371,54 @@ def kronecker(
     return make
 
 
+def corrected(layout: MatrixLayout, *, diagonal_rows: bool = False, joint: bool = True) -> Callable[[Generator], Case]:
+    """Random eigenvalues in a basis that is the same for every generator: only then is there a sum."""
+
+    def basis() -> Kronecker:
+        case = kronecker(layout, diagonal_rows=diagonal_rows, joint=joint)(generator(17))
+        assert isinstance(case.curvature, Kronecker)
+        return case.curvature
+
+    def make(generator: Generator) -> Case:
+        plain = CorrectedKronecker.of(basis())
+        return corrected_case(plain.with_values([normal(generator, *p.values.shape).square() for p in plain.parts]))
+
+    return make
+
+
+def corrected_case(curvature: CorrectedKronecker) -> Case:
+    layout = curvature.layout
+    where = positions(layout)
+    is_bias = torch.zeros(where.numel(), dtype=torch.int64)
+    if layout.bias is not None:
+        is_bias[where[..., -1].flatten()] = 1
+
+    def placed(columns: Sequence[EigenColumns]) -> Tensor:
+        """Q diag(L) Q^T from explicit Kronecker products of eigenvectors, group by group."""
+        out = torch.zeros(where.numel(), where.numel(), dtype=torch.float64)
+        for each, group in product(columns, range(layout.groups)):
+            flat = where[group][:, each.part].flatten()
+            rows, cols = curvature.row_vectors, each.vectors
+            q = torch.kron(
+                torch.eye(layout.rows, dtype=torch.float64) if rows is None else rows[group].contiguous(),
+                torch.eye(each.values.shape[-1], dtype=torch.float64) if cols is None else cols[group].contiguous(),
+            )
+            out[flat[:, None], flat[None, :]] = q @ each.values[group].flatten().diag() @ q.mT
+        return out
+
+    def posterior(prior: Tensor) -> Tensor:
+        split = bool((prior != prior[0]).any()) and curvature.apart
+        return placed(curvature.apart if split else curvature.columns) + prior.diag()
+
+    return Case(
+        curvature,
+        placed(curvature.columns),
+        tensors=is_bias,
+        posterior=posterior,
+        pieces=lambda generator: layout_pieces(layout, generator),
+    )
+
+
 def blocks(*parts: tuple[Callable[[Generator], Case], tuple[tuple[int, int], ...]]) -> Callable[[Generator], Case]:
     """Block-diagonal: each part with the intervals of the flat vector that its own coordinates are spread over."""
 
@@ -492,4 +542,18 @@ STRUCTURES = [
     Structure("Kronecker, factored damping, bias apart", kronecker(LINEAR_BIAS, damped=True, joint=False)),
     Structure("Kronecker, factored damping, groups", kronecker(GROUPED_BIAS, damped=True)),
     Structure("Kronecker, factored damping, table", kronecker(TABLE, diagonal_rows=True, damped=True)),
+    Structure("Corrected Kronecker", corrected(LINEAR)),
+    Structure("Corrected Kronecker, bias", corrected(LINEAR_BIAS)),
+    Structure("Corrected Kronecker, bias, more inputs than outputs", corrected(WIDE_BIAS)),
+    Structure("Corrected Kronecker, bias stored first", corrected(BIAS_FIRST)),
+    Structure("Corrected Kronecker, bias apart", corrected(LINEAR_BIAS, joint=False)),
+    Structure("Corrected Kronecker, transposed, bias", corrected(TRANSPOSED_BIAS)),
+    Structure("Corrected Kronecker, groups", corrected(GROUPED)),
+    Structure("Corrected Kronecker, groups, bias", corrected(GROUPED_BIAS)),
+    Structure("Corrected Kronecker, transposed convolution, groups", corrected(CONV_TRANSPOSE)),
+    Structure("Corrected Kronecker, table", corrected(TABLE, diagonal_rows=True)),
+    Structure(
+        "Blocks with a corrected Kronecker",
+        blocks((corrected(LINEAR_BIAS), ((0, 6), (9, 11))), (lambda generator: dense(generator, 3), ((6, 9),))),
+    ),
 ]

@@ -78,7 +78,9 @@ def assert_same(a: BaseLaplace, b: BaseLaplace) -> None:
         assert torch.equal(value, theirs[name]) if isinstance(value, Tensor) else value == theirs[name], name
 
 
-adding = pytest.mark.parametrize(("subset", "structure"), [key for key in CLASSES if key[1] != "lowrank"])
+adding = pytest.mark.parametrize(
+    ("subset", "structure"), [key for key in CLASSES if key[1] not in ("lowrank", "ekfac")]
+)
 
 
 @adding
@@ -319,8 +321,11 @@ def test_what_cannot_be_checkpointed_says_so(tmp_path: Path) -> None:
     path = tmp_path / "c"
     with pytest.raises(OptionError, match="low-rank curvature cannot"):
         made("all", "lowrank", rank=3).fit(never(), checkpoint=path)
-    with pytest.raises(OptionError, match="has no generator"):
-        made(estimator="mc").fit(never(), checkpoint=path)
+    with pytest.raises(OptionError, match="corrected Kronecker curvature cannot"):
+        made("all", "ekfac").fit(never(), checkpoint=path)
+    for source in ("mc", "projection"):
+        with pytest.raises(OptionError, match="has no generator"):
+            made(estimator=source).fit(never(), checkpoint=path)
     for every in (0, -1, True):
         with pytest.raises(OptionError, match="checkpoint_every"):
             made().fit(never(), checkpoint=path, checkpoint_every=every)

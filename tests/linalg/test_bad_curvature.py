@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from contracts import LINEAR_BIAS, STRUCTURES, close, generator, normal, psd
+from contracts import LINEAR, LINEAR_BIAS, STRUCTURES, Case, close, generator, kronecker, normal, psd
 from lapwing.errors import CurvatureError
-from lapwing.linalg import Block, Blocks, Curvature, Dense, Diagonal, Kronecker, MatrixLayout, Segments, Term
+from lapwing.linalg import (
+    Block,
+    Blocks,
+    CorrectedKronecker,
+    Curvature,
+    Dense,
+    Diagonal,
+    EigenColumns,
+    Kronecker,
+    MatrixLayout,
+    Segments,
+    Term,
+)
 
 SADDLE = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)  # eigenvalues 3 and -1
 
@@ -139,5 +153,52 @@ def _narrow(curvature: Curvature) -> Curvature:
     if isinstance(curvature, Kronecker):
         terms = tuple(Term(t.cols.float(), t.rows.float(), t.count) for t in curvature.terms)
         return Kronecker(curvature.layout, terms, curvature.joint_bias, curvature.factored_damping)
+    if isinstance(curvature, CorrectedKronecker):
+        rows = None if curvature.row_vectors is None else curvature.row_vectors.float()
+        return CorrectedKronecker(curvature.layout, rows, _narrowed(curvature.columns), _narrowed(curvature.apart))
     assert isinstance(curvature, Blocks)
     return Blocks(curvature.size, tuple(Block(b.name, b.segments, _narrow(b.curvature)) for b in curvature.blocks))
+
+
+def _narrowed(columns: tuple[EigenColumns, ...]) -> tuple[EigenColumns, ...]:
+    return tuple(
+        EigenColumns(c.start, None if c.vectors is None else c.vectors.float(), c.values.float()) for c in columns
+    )
+
+
+# -- corrected Kronecker blocks ---------------------------------------------------------------------------------------
+
+
+def _corrected(case: Case) -> CorrectedKronecker:
+    assert isinstance(case.curvature, Kronecker)
+    return CorrectedKronecker.of(case.curvature)
+
+
+def test_corrected_blocks_in_other_bases_cannot_be_added() -> None:
+    one, other = (_corrected(kronecker(LINEAR_BIAS)(generator(seed))) for seed in (1, 2))
+    (one + one).with_prior(1.0)
+    with pytest.raises(CurvatureError, match=r"another eigenbasis or layout; expected the same.*basis=first"):
+        one + other
+    apart = _corrected(kronecker(LINEAR_BIAS, joint=False)(generator(1)))
+    with pytest.raises(CurvatureError, match="another eigenbasis or layout"):
+        one + apart
+    turned = replace(one, layout=replace(one.layout, order=one.layout.order[::-1]))
+    with pytest.raises(CurvatureError, match="another eigenbasis or layout"):
+        one + turned
+
+
+def test_an_uncorrected_block_is_the_kronecker_block() -> None:
+    for structure in STRUCTURES:
+        case = structure.make(generator())
+        if isinstance(case.curvature, Kronecker) and not case.curvature.factored_damping:
+            same = _corrected(case)
+            close(same.dense(), case.matrix)
+            prior = (0.3 + 0.2 * torch.arange(2.0).double())[case.tensors]
+            close(same.with_prior(prior).logdet(), case.curvature.with_prior(prior).logdet())
+
+
+def test_a_corrected_block_that_is_not_finite_is_refused() -> None:
+    block = _corrected(kronecker(LINEAR)(generator()))
+    broken = block.with_values([part.values * float("nan") for part in block.parts])
+    with pytest.raises(CurvatureError, match="NaN or infinite"):
+        broken.with_prior(1.0)

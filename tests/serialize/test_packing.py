@@ -30,7 +30,7 @@ def through_json(value: object) -> object:
     return unpack(json.loads(json.dumps(description)), tensors)
 
 
-every = pytest.mark.parametrize("name", ["full", "diagonal", "blocks", "kflr", "low_rank", "dual"])
+every = pytest.mark.parametrize("name", ["full", "diagonal", "blocks", "kflr", "ekfac", "low_rank", "dual"])
 
 
 @every

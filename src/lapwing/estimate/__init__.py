@@ -1,7 +1,8 @@
-"""Estimators: one pass over the data -> a Curvature, a sum over data points.
+"""Estimators: one pass over the data (ekfac: two) -> a Curvature, a sum over data points.
 
-full, diagonal, blocks    exact GGN; `cotangents=` fisher or monte_carlo(k) for the Fisher
+full, diagonal, blocks    exact GGN; `cotangents=` fisher or monte_carlo(k) for the Fisher, projections(k) for the GGN
 kflr, kfac                Kronecker factors, exact or Monte-Carlo
+ekfac                     their eigenbasis, with the exact diagonal of the curvature in it
 dual, low_rank            the same by its rows (P >> N C), and its largest eigenpairs; `subset` of the data
 empirical                 outer products of observed gradients, any structure
 last_layer                the same structures of the last layer, in closed form from its features
@@ -10,9 +11,10 @@ hessian                   the exact Hessian: full, diagonal or blocks
 
 from lapwing.estimate import last_layer
 from lapwing.estimate.blocks import blocks
-from lapwing.estimate.cotangents import exact, fisher, monte_carlo
+from lapwing.estimate.cotangents import exact, fisher, monte_carlo, projections
 from lapwing.estimate.diagonal import diagonal
 from lapwing.estimate.dual import dual, subset
+from lapwing.estimate.ekfac import ekfac
 from lapwing.estimate.empirical import empirical
 from lapwing.estimate.full import full
 from lapwing.estimate.hessian import hessian
@@ -23,6 +25,7 @@ __all__ = [
     "blocks",
     "diagonal",
     "dual",
+    "ekfac",
     "empirical",
     "exact",
     "fisher",
@@ -33,5 +36,6 @@ __all__ = [
     "last_layer",
     "low_rank",
     "monte_carlo",
+    "projections",
     "subset",
 ]

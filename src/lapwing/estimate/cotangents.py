@@ -3,6 +3,7 @@
     exact         the columns of S, S S^T = H (C or fewer per position): the generalised Gauss-Newton
     fisher        the columns of the Fisher's square root: differs from `exact` where p is no exponential family
     monte_carlo   gradients at targets drawn from the model: the Fisher in expectation, one pass per draw
+    projections   S v with E[v v^T] = I: the same H as `exact` in expectation, one pass per draw
     empirical     gradients at the observed targets: the empirical Fisher
 
 Each is a function (likelihood, f, y, generator) -> Columns.
@@ -36,6 +37,7 @@ class Columns:
             yield self.take(slice(start, min(start + step, self.count)))
 
 
+DISTRIBUTIONS = ("rademacher", "gaussian")
 Cotangents = Callable[[Likelihood, Tensor, Tensor, torch.Generator | None], Columns]
 
 
@@ -63,6 +65,40 @@ def monte_carlo(samples: int = 1) -> Cotangents:
             if observed is not None:  # a position without a target stays without one
                 drawn = [target.where(observed, y) for target in drawn]
             return torch.stack([likelihood.grad(f, target) for target in drawn]) / samples**0.5
+
+        return Columns(samples, take)
+
+    return columns
+
+
+def projections(samples: int = 1, distribution: str = "rademacher") -> Cotangents:
+    """S v / sqrt(samples) with v drawn afresh for every data point and batch (thesis 4.10-4.11), E[v v^T] = I.
+
+    Unbiased for the GGN, also where that is not the Fisher, and where targets cannot be drawn. v has an entry for every
+    column of every position, so that a draw is one cotangent however many positions there are. Entries are -1 or 1
+    ("rademacher"), or standard normal ("gaussian", which adds variance).
+    """
+    if samples < 1:
+        raise DataError(f"samples is {samples}; expected at least 1 draw per data point.")
+    if distribution not in DISTRIBUTIONS:
+        raise DataError(f"unknown distribution {distribution!r} of projections; expected one of {DISTRIBUTIONS}.")
+
+    def columns(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
+        root = likelihood.hessian_sqrt(f, y)
+        # drawn where the generator lives, as targets are
+        place = root.device if generator is None else generator.device
+        shape = (*root.shape[:-2], root.shape[-1])
+
+        def drawn() -> Tensor:
+            if distribution == "gaussian":
+                v = torch.randn(shape, dtype=root.dtype, device=place, generator=generator)
+            else:
+                v = torch.randint(2, shape, device=place, generator=generator) * 2 - 1
+            v = v.to(root)
+            return likelihood.from_last(torch.einsum("... c r, ... r -> ... c", root, v), f.shape)
+
+        def take(part: slice) -> Tensor:
+            return torch.stack([drawn() for _ in range(part.start, part.stop)]) / samples**0.5
 
         return Columns(samples, take)
 

@@ -14,6 +14,7 @@ from lapwing.errors import ParameterError
 from lapwing.estimate.blocks import blocks
 from lapwing.estimate.cotangents import empirical as observed
 from lapwing.estimate.diagonal import diagonal
+from lapwing.estimate.ekfac import ekfac
 from lapwing.estimate.full import full
 from lapwing.estimate.kronecker import kflr
 from lapwing.estimate.passes import Batches
@@ -22,7 +23,7 @@ from lapwing.linalg import Curvature
 from lapwing.tangent import Tangent
 
 _COMMON = ("tangent", "likelihood", "batches", "cotangents", "generator")
-_STRUCTURES = {"full": full, "diagonal": diagonal, "blocks": blocks, "kron": kflr}
+_STRUCTURES = {"full": full, "diagonal": diagonal, "blocks": blocks, "kron": kflr, "ekfac": ekfac}
 
 
 def empirical(
@@ -34,11 +35,11 @@ def empirical(
     generator: torch.Generator | None = None,
     **options: str | int | bool,
 ) -> Curvature:
-    """The empirical Fisher; `structure` is "full", "diagonal", "blocks" or "kron", `options` are that structure's."""
+    """The empirical Fisher; `structure` is "full", "diagonal", "blocks", "kron" or "ekfac", `options` its own."""
     if structure not in _STRUCTURES:
         raise ParameterError(f"unknown structure {structure!r}; expected one of {sorted(_STRUCTURES)}.")
     estimator = _STRUCTURES[structure]
-    if structure != "kron":  # the Kronecker structure checks its own
+    if structure not in ("kron", "ekfac"):  # Kronecker structures check their own
         own = [name for name in inspect.signature(estimator).parameters if name not in _COMMON]
         unknown = [name for name in options if name not in own]
         if unknown:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lapwing.estimate.diagonal import SquareSum
 from lapwing.estimate.symmetric import GramSum, SymmetricSum, merged
 from lapwing.linalg import (
+    Curvature,
     Dense,
     DenseRows,
     Diagonal,
@@ -35,7 +36,7 @@ class Accumulator(ABC):
         """Takes the rows of a chunk of cotangents, in flat coordinates; `first` marks the first chunk of a batch."""
 
     @abstractmethod
-    def curvature(self) -> Dense | Diagonal | Kronecker:
+    def curvature(self) -> Curvature:
         """The block in local coordinates."""
 
 

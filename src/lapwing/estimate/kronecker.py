@@ -12,7 +12,7 @@ factor is diagonal. A parameter that reaches the data in no such way is an error
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -21,7 +21,7 @@ from lapwing.errors import ParameterError, UnsupportedOperationError
 from lapwing.estimate.cotangents import Cotangents, exact, monte_carlo
 from lapwing.estimate.diagonal import SquareSum
 from lapwing.estimate.factors import Accumulator, DenseVector, DiagonalVector, Matrix, role_of
-from lapwing.estimate.passes import Batches, pulled
+from lapwing.estimate.passes import Batches, Pulled, pulled
 from lapwing.estimate.symmetric import SymmetricSum
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Block, Blocks, DenseRows, Diagonal, LookupRows, MatrixLayout, OuterRows, Piece, Segments
@@ -47,8 +47,9 @@ class KroneckerOptions:
             raise ParameterError(f"dense_limit is {self.dense_limit}; expected a number of entries >= 0.")
 
     @staticmethod
-    def of(options: Mapping[str, str | int | bool]) -> KroneckerOptions:
-        known = [each.name for each in fields(KroneckerOptions)]
+    def of(options: Mapping[str, str | int | bool], without: Sequence[str] = ()) -> KroneckerOptions:
+        """From keyword arguments; `without` are fields that a structure has no use for."""
+        known = [each.name for each in fields(KroneckerOptions) if each.name not in without]
         for name in options:
             if name not in known:
                 raise ParameterError(f"unknown option {name!r} of a Kronecker structure; expected some of {known}.")
@@ -66,24 +67,15 @@ def kflr(
 ) -> Blocks:
     """Kronecker factors with the exact output factor: one backward pass per column of the loss Hessian's root."""
     settings = KroneckerOptions.of(options)
-    space = tangent.space
-    if space.index is not None:
-        raise ParameterError(
-            "a sub-network given by a mask cuts through weights, which a Kronecker block cannot follow; expected whole "
-            "tensors. Select by name or module, or use a full, block or diagonal structure."
-        )
     blocks: dict[Segments, Accumulator] = {}
-    plans: dict[Probe, Plan] = {}
-    for batch in pulled(tangent, likelihood, batches, cotangents, generator):
-        probe = batch.linearisation.probe
-        if probe not in plans:
-            _check_structured(batch.linearisation, settings.dense_limit)
-            plans[probe] = _plan(batch.pieces, blocks, settings, tangent)
-        for block, members in plans[probe]:
-            block.add(
-                [batch.pieces[i] if part is None else batch.pieces[i].split()[part] for i, part in members], batch.first
-            )
-    return _collect(blocks, space)
+
+    def block_of(segments: Segments, group: Sequence[Piece]) -> Accumulator:
+        if segments not in blocks:
+            blocks[segments] = _accumulator(segments, group, settings, tangent)
+        return blocks[segments]
+
+    accumulate(pulled(tangent, likelihood, batches, cotangents, generator), tangent, settings.dense_limit, block_of)
+    return collect(blocks, tangent.space)
 
 
 def kfac(
@@ -97,6 +89,29 @@ def kfac(
 ) -> Blocks:
     """As `kflr`, with the output factor estimated from `samples` drawn targets per data point: as many passes."""
     return kflr(tangent, likelihood, batches, cotangents=monte_carlo(samples), generator=generator, **options)
+
+
+BlockOf = Callable[[Segments, Sequence[Piece]], Accumulator]
+"""The block over some parameters, given the pieces of a batch that belong to it."""
+
+
+def accumulate(rows: Iterable[Pulled], tangent: Tangent, dense_limit: int, block_of: BlockOf) -> None:
+    """One pass: every weight with its bias, and every other tensor, to the block that it forms."""
+    if tangent.space.index is not None:
+        raise ParameterError(
+            "a sub-network given by a mask cuts through weights, which a Kronecker block cannot follow; expected whole "
+            "tensors. Select by name or module, or use a full, block or diagonal structure."
+        )
+    plans: dict[Probe, Plan] = {}
+    for batch in rows:
+        probe = batch.linearisation.probe
+        if probe not in plans:
+            _check_structured(batch.linearisation, dense_limit)
+            plans[probe] = _plan(batch.pieces, block_of)
+        for block, members in plans[probe]:
+            block.add(
+                [batch.pieces[i] if part is None else batch.pieces[i].split()[part] for i, part in members], batch.first
+            )
 
 
 # -- which parameters form a block ----------------------------------------------------------------------------------
@@ -125,9 +140,7 @@ Plan = list[tuple[Accumulator, list[tuple[int, int | None]]]]
 """Which pieces (by number, and by part where one is split) go to which block: the same for every batch of a shape."""
 
 
-def _plan(
-    pieces: Sequence[Piece], blocks: dict[Segments, Accumulator], options: KroneckerOptions, tangent: Tangent
-) -> Plan:
+def _plan(pieces: Sequence[Piece], block_of: BlockOf) -> Plan:
     """A weight with its bias forms a block where only this weight uses the bias, else each tensor alone."""
     where: dict[int, tuple[int, int | None]] = {id(piece): (i, None) for i, piece in enumerate(pieces)}
     groups = []
@@ -138,12 +151,7 @@ def _plan(
         apart = [(where[id(piece)][0], j, part) for piece in group for j, part in enumerate(piece.split())]
         where |= {id(part): (i, j) for i, j, part in apart}
         groups += connected([part for _, _, part in apart])
-    plan = []
-    for segments, group in groups:
-        if segments not in blocks:
-            blocks[segments] = _accumulator(segments, group, options, tangent)
-        plan.append((blocks[segments], [where[id(piece)] for piece in group]))
-    return plan
+    return [(block_of(segments, group), [where[id(piece)] for piece in group]) for segments, group in groups]
 
 
 def _is_matrix(group: Sequence[Piece]) -> bool:
@@ -163,7 +171,7 @@ def _upright(group: Sequence[Piece]) -> MatrixLayout:
     return next((layout for layout in outer if layout.bias is not None), (tables + outer)[0])
 
 
-def _name(segments: Segments, space: ParamSpace) -> str:
+def name_of(segments: Segments, space: ParamSpace) -> str:
     start = segments.intervals[0][0]
     return next(name for name in reversed(space.names) if space.starts[name] <= start)
 
@@ -180,21 +188,21 @@ def _accumulator(
     if all(isinstance(piece, DenseRows) for piece in group):
         return DiagonalVector(segments, SquareSum(zeros, tangent.budget))
     raise UnsupportedOperationError(
-        f"parameter '{_name(segments, tangent.space)}' is used by operations of different kinds, so that its curvature "
-        f"is no Kronecker product, and its {segments.size} entries exceed the limit of {options.dense_limit} for a "
-        "dense block. Raise dense_limit, or use a full or diagonal structure."
+        f"parameter '{name_of(segments, tangent.space)}' is used by operations of different kinds, so that its "
+        f"curvature is no Kronecker product, and its {segments.size} entries exceed the limit of {options.dense_limit} "
+        "for a dense block. Raise dense_limit, or use a full or diagonal structure."
     )
 
 
-def _collect(blocks: dict[Segments, Accumulator], space: ParamSpace) -> Blocks:
+def collect(blocks: dict[Segments, Accumulator], space: ParamSpace) -> Blocks:
     """Blocks in parameter order; parameters that no operation used have zero curvature."""
-    found = [Block(_name(segments, space), segments, layer.curvature()) for segments, layer in blocks.items()]
+    found = [Block(name_of(segments, space), segments, layer.curvature()) for segments, layer in blocks.items()]
     used = sorted(interval for segments in blocks for interval in segments.intervals)
     at = 0
     for start, stop in [*used, (space.size, space.size)]:
         if start > at:
             gap = Segments(((at, start),))
             zeros = torch.zeros(start - at, dtype=space.dtype, device=space.device)
-            found.append(Block(_name(gap, space), gap, Diagonal(zeros)))
+            found.append(Block(name_of(gap, space), gap, Diagonal(zeros)))
         at = stop
     return Blocks(space.size, tuple(sorted(found, key=lambda block: block.segments.intervals[0])))

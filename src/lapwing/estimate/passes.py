@@ -36,6 +36,39 @@ class Watched:
         yield from self.batches
 
 
+@dataclass
+class Repeated:
+    """Batches that are gone through more than once: a later pass that differs in number is an error, not less data."""
+
+    batches: Batches
+    first: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for batch in self.batches:
+            count += 1
+            yield batch
+        if self.first is None:
+            self.first = count
+        elif count != self.first:
+            raise DataError(
+                f"the first pass over the data had {self.first} batches and the next one {count}; expected the same "
+                "data in every pass. Give a list of batches or a DataLoader."
+            )
+
+
+def repeated(batches: Batches) -> Batches:
+    """Batches for an estimator that needs several passes; whoever watches them is told of each."""
+    if isinstance(batches, Watched):
+        return replace(batches, batches=repeated(batches.batches))
+    if isinstance(batches, Iterator):
+        raise DataError(
+            "the data are an iterator, which can be gone through only once; expected data for several passes. Give a "
+            "list of batches or a DataLoader."
+        )
+    return Repeated(batches)
+
+
 @dataclass(frozen=True)
 class Pulled:
     """Rows of one chunk of cotangents of one batch; `first` marks the first chunk of a batch."""

@@ -4,6 +4,7 @@ from lapwing.laplace.base import BaseLaplace
 from lapwing.laplace.classes import (
     BlocksLaplace,
     DiagLaplace,
+    EkfacLaplace,
     FullLaplace,
     KronLaplace,
     LowRankLaplace,
@@ -32,6 +33,7 @@ __all__ = [
     "DiagLLLaplace",
     "DiagLaplace",
     "DiagSubnetLaplace",
+    "EkfacLaplace",
     "FeatureReduction",
     "FullLLLaplace",
     "FullLaplace",

@@ -29,7 +29,7 @@ from lapwing.estimate.dual import LIMIT
 from lapwing.estimate.passes import Watched
 from lapwing.laplace.data import Seen
 from lapwing.laplace.files import described, options
-from lapwing.laplace.structures import AnyTangent
+from lapwing.laplace.structures import RANDOM, AnyTangent
 from lapwing.linalg import Curvature, Dual
 from lapwing.serialize import pack, read, unpack, write
 from lapwing.serialize.files import PARTIAL, AnyPath, check_writable, sha256
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 EVERY = 50
 """Batches between two writes."""
 _NONE = object()
+_NO_SUM = {"lowrank": ("low-rank", "leading eigenvectors"), "ekfac": ("corrected Kronecker", "eigenbases")}
+"""Structures that are no sum over parts of the data: their names, and what does not add up."""
 
 
 @dataclass
@@ -156,12 +158,13 @@ def digest(value: Any) -> str:
 def _check(laplace: BaseLaplace, generator: torch.Generator | None, every: int) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise OptionError(f"checkpoint_every is {every!r}; expected a number of batches >= 1.")
-    if laplace.recipe.structure == "lowrank":
+    if laplace.recipe.structure in _NO_SUM:
+        name, what = _NO_SUM[laplace.recipe.structure]
         raise OptionError(
-            "a low-rank curvature cannot be fitted with a checkpoint: the leading eigenvectors of parts do not add up "
-            "to those of the whole. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'."
+            f"a {name} curvature cannot be fitted with a checkpoint: the {what} of parts do not add up to those of the "
+            "whole. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'."
         )
-    if laplace.recipe.source == "mc" and generator is None:
+    if laplace.recipe.source in RANDOM and generator is None:
         raise OptionError(
             "a Monte-Carlo fit with a checkpoint has no generator; expected one, whose state is kept: "
             "fit(..., generator=torch.Generator().manual_seed(0))."

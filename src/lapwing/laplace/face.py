@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import OptionError
 from lapwing.laplace.base import BaseLaplace
-from lapwing.laplace.classes import BlocksLaplace, DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
+from lapwing.laplace.classes import BlocksLaplace, DiagLaplace, EkfacLaplace, FullLaplace, KronLaplace, LowRankLaplace
 from lapwing.laplace.functional import FunctionalLaplace, FunctionalLLLaplace
 from lapwing.laplace.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from lapwing.laplace.options import HessianStructure, SubsetOfWeights, choose
@@ -19,6 +19,7 @@ from lapwing.params import ParamSpace
 CLASSES: dict[tuple[str, str], type[BaseLaplace]] = {
     ("all", "full"): FullLaplace,
     ("all", "kron"): KronLaplace,
+    ("all", "ekfac"): EkfacLaplace,
     ("all", "diag"): DiagLaplace,
     ("all", "blocks"): BlocksLaplace,
     ("all", "lowrank"): LowRankLaplace,

@@ -115,7 +115,9 @@ def described(laplace: BaseLaplace) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def options(laplace: BaseLaplace) -> dict[str, Any]:
     """Options of the constructor by name; `draws` is the number of draws of a Monte-Carlo estimator."""
     own = {name: getattr(laplace, name) for name in _ATTRIBUTES if hasattr(laplace, name)}
-    return own | {"estimator": laplace.recipe.source, "draws": laplace.recipe.draws, **laplace.recipe.options}
+    recipe = laplace.recipe
+    drawn = {"distribution": recipe.distribution} if recipe.source == "projection" else {}
+    return own | {"estimator": recipe.source, "draws": recipe.draws, **drawn, **recipe.options}
 
 
 def note(model: nn.Module) -> str:

@@ -21,6 +21,7 @@ class SubsetOfWeights(StrEnum):
 class HessianStructure(StrEnum):
     FULL = "full"
     KRON = "kron"
+    EKFAC = "ekfac"
     DIAG = "diag"
     LOWRANK = "lowrank"
     GP = "gp"

@@ -1,7 +1,7 @@
 """Which estimator a structure and a source of curvature mean, and which options it takes.
 
-    structure   full, diag, kron, blocks, lowrank, gp
-    source      exact (GGN), fisher, mc (sampled Fisher), empirical, hessian
+    structure   full, diag, kron, ekfac, blocks, lowrank, gp
+    source      exact (GGN), fisher, mc (sampled Fisher), projection (randomly projected GGN), empirical, hessian
 
 Strings end here: below this module an estimator is a function.
 """
@@ -18,6 +18,7 @@ import torch
 from lapwing import estimate
 from lapwing.errors import OptionError
 from lapwing.estimate import last_layer
+from lapwing.estimate.cotangents import DISTRIBUTIONS
 from lapwing.estimate.cotangents import empirical as observed
 from lapwing.estimate.passes import Batches
 from lapwing.laplace.options import check_options, choose
@@ -26,13 +27,16 @@ from lapwing.linalg import Curvature
 from lapwing.tangent import Tangent
 from lapwing.tangent.features import FeatureTangent
 
-SOURCES = ("exact", "fisher", "mc", "empirical", "hessian")
+SOURCES = ("exact", "fisher", "mc", "projection", "empirical", "hessian")
+RANDOM = ("mc", "projection")
+"""Sources that draw, `mc_samples` times for every data point."""
 AnyTangent = Tangent | FeatureTangent
 
 _GENERAL: dict[str, Callable[..., Curvature]] = {
     "full": estimate.full,
     "diag": estimate.diagonal,
     "kron": estimate.kflr,
+    "ekfac": estimate.ekfac,
     "blocks": estimate.blocks,
     "lowrank": estimate.low_rank,
     "gp": estimate.dual,
@@ -45,6 +49,7 @@ _CLOSED: dict[str, Callable[..., Curvature]] = {
 }
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "kron": ("sharing", "dense_limit", "joint_bias", "factored_damping"),
+    "ekfac": ("sharing", "dense_limit", "joint_bias"),
     "blocks": ("by",),
     "lowrank": ("rank",),
     "gp": ("limit",),
@@ -56,12 +61,13 @@ CLOSED_FORM = frozenset(_CLOSED)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a curvature is estimated: the structure, the source, the number of draws for `mc`, and the options."""
+    """How a curvature is estimated: the structure, the source, how many draws of which kind, and the options."""
 
     structure: str
     source: str = "exact"
     draws: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    distribution: str = DISTRIBUTIONS[0]
 
     def __post_init__(self) -> None:
         choose(self.source, SOURCES, "estimator")
@@ -85,6 +91,8 @@ class Recipe:
     def _cotangents(self) -> Callable:
         if self.source == "mc":
             return estimate.monte_carlo(self.draws)
+        if self.source == "projection":
+            return estimate.projections(self.draws, self.distribution)
         return {"exact": estimate.exact, "fisher": estimate.fisher, "empirical": observed}[self.source]
 
 
@@ -109,10 +117,19 @@ def recipe(
     merged = given | dict(options)
     bias = merged.pop("bias", None)
     if bias is not None:
-        if structure != "kron":
-            raise OptionError(f"bias={bias!r} was given for structure {structure!r}; expected 'kron'. Leave it out.")
+        if structure not in ("kron", "ekfac"):
+            raise OptionError(
+                f"bias={bias!r} was given for structure {structure!r}; expected 'kron' or 'ekfac'. Leave it out."
+            )
         merged["joint_bias"] = choose(bias, ("joint", "separate"), "bias") == "joint"
-    return Recipe(structure, "mc" if stochastic else source, draws, merged)
+    distribution = merged.pop("distribution", None)
+    if distribution is not None and source != "projection":
+        raise OptionError(
+            f"distribution={distribution!r} goes with estimator='projection'; found the {source} estimator. Leave it "
+            "out."
+        )
+    distribution = choose(distribution or DISTRIBUTIONS[0], DISTRIBUTIONS, "distribution")
+    return Recipe(structure, "mc" if stochastic else source, draws, merged, distribution)
 
 
 def _source(estimator: str | None, backend: type | None) -> str:
@@ -122,7 +139,7 @@ def _source(estimator: str | None, backend: type | None) -> str:
     if source not in SOURCES:
         raise OptionError(
             f"backend is {backend!r}; expected one of lapwing.curvature (its names select GGN, EF or Hessian; there is "
-            "one engine), or estimator='exact', 'mc', 'empirical', 'hessian'."
+            "one engine), or estimator='exact', 'mc', 'projection', 'empirical', 'hessian'."
         )
     if estimator is not None and estimator != source:
         raise OptionError(f"backend means {source!r} and estimator is {estimator!r}; expected one of them.")

@@ -6,6 +6,7 @@ from lapwing.linalg.diagonal import Diagonal, DiagonalPrecision
 from lapwing.linalg.dual import Dual
 from lapwing.linalg.dual_precision import DualPrecision
 from lapwing.linalg.eigenbasis import Kronecker, KroneckerPrecision
+from lapwing.linalg.ekfac import CorrectedKronecker, EigenColumns
 from lapwing.linalg.factors import Term, nearest_kronecker
 from lapwing.linalg.low_rank import LowRank
 from lapwing.linalg.psd import Curvature, LinearMap, Precision
@@ -17,6 +18,7 @@ __all__ = [
     "Blocks",
     "BlocksPrecision",
     "CholeskyPrecision",
+    "CorrectedKronecker",
     "Curvature",
     "Dense",
     "DenseRows",
@@ -24,6 +26,7 @@ __all__ = [
     "DiagonalPrecision",
     "Dual",
     "DualPrecision",
+    "EigenColumns",
     "EigenPrecision",
     "Kronecker",
     "KroneckerPrecision",

@@ -27,10 +27,13 @@ from lapwing.linalg.factors import (
     Factor,
     Term,
     apply,
+    block_priors,
+    column_parts,
     cut,
     diagonal_of,
     eigen,
     factored_eigenvalues,
+    joint_prior,
     last_entry,
     nearest_kronecker,
 )
@@ -46,8 +49,8 @@ from lapwing.linalg.psd import (
     normal,
     same_kind,
 )
-from lapwing.linalg.rotation import EigenPart, rotated
-from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, Piece, rows_of
+from lapwing.linalg.rotation import EigenPart, each_part, rotated, swept
+from lapwing.linalg.rows import MatrixLayout, Piece, rows_of
 from lapwing.linalg.sweep import outer_sweep
 
 
@@ -110,7 +113,7 @@ class Kronecker(Curvature):
         cols, rows = self.factors
         matrix = self.layout.gather(v)
         out = torch.empty_like(matrix)
-        for part in self._parts(self.joint_bias):
+        for part in column_parts(self.layout, self.joint_bias):
             out[..., part] = apply(matrix[..., part], cut(cols, part), rows)
         return self._flat(out)
 
@@ -120,11 +123,6 @@ class Kronecker(Curvature):
 
     def dense(self) -> Float[Tensor, "params params"]:
         return self.mv(torch.eye(self.size, dtype=self.terms[0].rows.dtype, device=self.terms[0].rows.device))
-
-    def _parts(self, joint: bool) -> list[slice]:
-        if joint or self.layout.bias is None:
-            return [slice(0, self.layout.width)]
-        return [slice(0, self.layout.cols), slice(self.layout.cols, self.layout.width)]
 
     def _flat(self, matrix: Float[Tensor, "*batch groups rows width"]) -> Float[Tensor, "*batch params"]:
         out = matrix.new_zeros(*matrix.shape[:-3], self.size)
@@ -142,81 +140,65 @@ class Kronecker(Curvature):
     def _eigen_joint(self) -> list[tuple[Tensor, Tensor | None]]:
         if self.multiple is not None:
             return self.multiple.of._eigen_joint
-        return [eigen(cut(self.factors[0], part), "an input factor") for part in self._parts(joint=True)]
+        return [eigen(cut(self.factors[0], part), "an input factor") for part in column_parts(self.layout, joint=True)]
 
     @cached_property
     def _eigen_separate(self) -> list[tuple[Tensor, Tensor | None]]:
         if self.multiple is not None:
             return self.multiple.of._eigen_separate
-        return [eigen(cut(self.factors[0], part), "an input factor") for part in self._parts(joint=False)]
+        return [eigen(cut(self.factors[0], part), "an input factor") for part in column_parts(self.layout, joint=False)]
 
     def with_prior(self, precision: float | int | Tensor) -> KroneckerPrecision:
         """Exact for one precision, or one for the weight and one for the bias (which then decouples the two)."""
-        deltas, equal = self._priors(check_prior(precision, self.size, self.terms[0].rows))
+        deltas, equal = block_priors(self.layout, check_prior(precision, self.size, self.terms[0].rows))
         joint = self.joint_bias and equal
-        row_values, row_vectors = self._eigen_rows
-        parts = []
-        for i, (part, (col_values, col_vectors)) in enumerate(
-            zip(self._parts(joint), self._eigen_joint if joint else self._eigen_separate, strict=True)
-        ):
+        row_values, parts = self._eigen_rows[0], []
+        for i, (part, col_values) in enumerate(self._eigenparts(joint)):
             delta = deltas[min(i, len(deltas) - 1)]
-            if joint and len(deltas) == 2:  # equal numbers, but perhaps two variables
-                delta = self._both(deltas, col_values, col_vectors)
+            if joint:  # equal numbers, but perhaps two variables
+                delta = joint_prior(deltas, last_entry(col_values, part.col_vectors))
             if self.factored_damping:
                 values = factored_eigenvalues(row_values, col_values, delta.mean())
             else:
-                values = row_values[:, :, None] * col_values[:, None, :] + delta
+                values = part.values + delta
             check_positive(values.detach(), "Kronecker curvature + prior")
-            parts.append(EigenPart(part, row_vectors, col_vectors, values))
+            parts.append(replace(part, values=values))
         return KroneckerPrecision(self.layout, tuple(parts))
 
     def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
         """Exact where rows are formed; without sharing to a relative 1e-6, by interpolation (see `sweep.py`)."""
         if self.factored_damping:
             return super().sweep(pieces, precisions)
-        row_values, row_vectors = self._eigen_rows
+        row_values = self._eigen_rows[0]
         precisions = check_precisions(precisions).to(row_values)
-        eigen_cols = self._eigen_joint if self.joint_bias else self._eigen_separate
-        parts, cols = [], {}
-        for part, (col_values, col_vectors) in zip(self._parts(self.joint_bias), eigen_cols, strict=True):
-            values = row_values[:, :, None] * col_values[:, None, :]
-            check_positive((values.min() + precisions.min()).detach(), "Kronecker curvature + prior")
-            parts.append(EigenPart(part, row_vectors, col_vectors, values))
-            cols[part.start] = col_values
-        count, batch = rows_of(pieces[0])
-        total = row_values.new_zeros(len(precisions), batch, count)
-        for points, form, part in rotated(self.layout, parts, pieces, DEFAULT_BUDGET // 4):
-            if isinstance(form, Outer):
-                total[:, points] += outer_sweep(form, row_values, cols[part.part.start], precisions)
-            else:
-                values = part.values[0] if isinstance(form, Lookup) else part.values
-                total[:, points] += form.sweep(values, precisions)
-        return total
+        found = self._eigenparts(self.joint_bias)
+        cols = {part.part.start: col_values for part, col_values in found}
+        for part, _ in found:
+            check_positive((part.values.min() + precisions.min()).detach(), "Kronecker curvature + prior")
 
-    def _both(self, deltas: list[Tensor], col_values: Tensor, col_vectors: Tensor | None) -> Tensor:
-        """The prior of weight and bias, each by its share of an eigenvector: the derivative of logdet is then exact."""
-        bias = last_entry(col_values, col_vectors).square().unsqueeze(1)
-        return deltas[0] + (deltas[1] - deltas[0]) * bias
+        def outer(form: Outer, part: EigenPart) -> Tensor:
+            return outer_sweep(form, row_values, cols[part.part.start], precisions)
 
-    def _priors(self, delta: Tensor) -> tuple[list[Tensor], bool]:
-        """One prior precision for the block, or one each for weight and bias; and whether these are equal."""
-        if delta.dim() == 0:
-            return [delta], True
-        matrix = self.layout.gather(delta)
-        parts = [matrix[..., part] for part in self._parts(joint=False)]
-        for values in parts:
-            if bool((values != values.reshape(-1)[0]).any()):
-                raise CurvatureError(
-                    "the prior precision differs within one weight; a Kronecker block carries one value per weight and "
-                    "one per bias. Use a layerwise or per-tensor prior, or a diagonal, block or full structure."
-                )
-        equal = bool(parts[0].reshape(-1)[0] == parts[-1].reshape(-1)[0])
-        return [values.mean() for values in parts], equal
+        return swept(self.layout, [part for part, _ in found], pieces, precisions, outer)
+
+    def eigenparts(self, joint: bool) -> list[EigenPart]:
+        """Eigenvectors and eigenvalues of the block, or (`joint=False`) of weight and bias apart."""
+        return [part for part, _ in self._eigenparts(joint)]
+
+    def _eigenparts(self, joint: bool) -> list[tuple[EigenPart, Tensor]]:
+        """The same, with the eigenvalues of the input factor."""
+        row_values, row_vectors = self._eigen_rows
+        return [
+            (EigenPart(part, row_vectors, col_vectors, row_values[:, :, None] * col_values[:, None, :]), col_values)
+            for part, (col_values, col_vectors) in zip(
+                column_parts(self.layout, joint), self._eigen_joint if joint else self._eigen_separate, strict=True
+            )
+        ]
 
 
 @dataclass(frozen=True, eq=False)
 class KroneckerPrecision(Precision):
-    """Q diag(values) Q^T with Q = Q_G (x) Q_A."""
+    """Q diag(values) Q^T with Q = Q_G (x) Q_A and any eigenvalues, those of a product or corrected ones."""
 
     layout: MatrixLayout
     parts: tuple[EigenPart, ...]
@@ -225,36 +207,30 @@ class KroneckerPrecision(Precision):
     def size(self) -> int:
         return self.layout.groups * self.layout.rows * self.layout.width
 
-    def _map(self, matrix: Tensor, function) -> Tensor:
-        out = torch.cat([function(part, matrix[..., part.part]) for part in self.parts], dim=-1)
-        flat = out.new_zeros(*out.shape[:-3], self.size)
-        self.layout.scatter_add(out, flat)
-        return flat
-
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
-        return self._map(self.layout.gather(v), lambda part, m: part.rotate_back(part.rotate(m) * part.values))
+        matrix = self.layout.gather(v)
+        return each_part(self.layout, self.parts, lambda part: part.multiplied(matrix[..., part.part]))
 
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
-        return self._map(self.layout.gather(v), lambda part, m: part.rotate_back(part.rotate(m) / part.values))
+        matrix = self.layout.gather(v)
+        return each_part(self.layout, self._inverse, lambda part: part.multiplied(matrix[..., part.part]))
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
         shape = (n, self.layout.groups, self.layout.rows, self.layout.width)
         noise = normal(shape, self.parts[0].values, generator)
-        return self._map(noise, lambda part, z: part.rotate_back(z * part.values.rsqrt()))
+        return each_part(
+            self.layout, self.parts, lambda part: part.rotate_back(noise[..., part.part] * part.values.rsqrt())
+        )
 
     def logdet(self) -> Float[Tensor, ""]:
         return torch.stack([part.values.log().sum() for part in self.parts]).sum()
 
     def variance(self) -> Float[Tensor, " params"]:
-        def squared(vectors: Tensor | None) -> Tensor | None:
-            return None if vectors is None else vectors.square()
+        return each_part(self.layout, self._inverse, EigenPart.diagonal)
 
-        def diagonal(part: EigenPart, _: Tensor) -> Tensor:
-            rotation = replace(part, row_vectors=squared(part.row_vectors), col_vectors=squared(part.col_vectors))
-            return rotation.rotate_back(part.values.reciprocal())
-
-        shape = (self.layout.groups, self.layout.rows, self.layout.width)
-        return self._map(self.parts[0].values.new_empty(shape), diagonal)
+    @property
+    def _inverse(self) -> list[EigenPart]:
+        return [replace(part, values=part.values.reciprocal()) for part in self.parts]
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
         """Without sharing sum_j (g Q_G)_j (g' Q_G)_j [(a Q_A)^2 D^T]_j, with D the inverse eigenvalues."""
@@ -264,7 +240,6 @@ class KroneckerPrecision(Precision):
         return add_squares(self._weighted(pieces), *rows_of(pieces[0]))
 
     def _weighted(self, pieces: Sequence[Piece]) -> Iterator[tuple[slice, Form, Tensor]]:
-        for points, form, part in rotated(self.layout, self.parts, pieces):
+        for points, form, part in rotated(self.layout, self._inverse, pieces):
             # a lookup has one weight per entry of the table, and the table is one group
-            weight = part.values.reciprocal()
-            yield points, form, weight[0] if isinstance(form, Lookup) else weight
+            yield points, form, part.values[0] if isinstance(form, Lookup) else part.values

@@ -12,7 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lapwing.errors import CurvatureError
 from lapwing.linalg.psd import check_finite, eigh_psd
+from lapwing.linalg.rows import MatrixLayout
 
 Factor = Tensor
 """[K, d, d], or [K, d] for a diagonal matrix."""
@@ -92,6 +94,39 @@ def last_entry(values: Tensor, vectors: Tensor | None) -> Float[Tensor, "groups 
     last = torch.zeros_like(values)
     last[:, -1] = 1
     return last
+
+
+def column_parts(layout: MatrixLayout, joint: bool) -> list[slice]:
+    """Columns that are decomposed together: all, or those of the weight and that of the bias."""
+    if joint or layout.bias is None:
+        return [slice(0, layout.width)]
+    return [slice(0, layout.cols), slice(layout.cols, layout.width)]
+
+
+def block_priors(layout: MatrixLayout, delta: Tensor) -> tuple[list[Tensor], bool]:
+    """One prior precision for the block, or one each for weight and bias; and whether these are equal."""
+    if delta.dim() == 0:
+        return [delta], True
+    matrix = layout.gather(delta)
+    parts = [matrix[..., part] for part in column_parts(layout, joint=False)]
+    for values in parts:
+        if bool((values != values.reshape(-1)[0]).any()):
+            raise CurvatureError(
+                "the prior precision differs within one weight; a Kronecker block carries one value per weight and "
+                "one per bias. Use a layerwise or per-tensor prior, or a diagonal, block or full structure."
+            )
+    equal = bool(parts[0].reshape(-1)[0] == parts[-1].reshape(-1)[0])
+    return [values.mean() for values in parts], equal
+
+
+def joint_prior(deltas: Sequence[Tensor], last: Float[Tensor, "groups width"]) -> Tensor:
+    """The prior along eigenvectors of weight and bias together, where its two numbers are equal.
+
+    Each counts by its share of an eigenvector, `last` being the bias' entries: the derivative of logdet is then exact.
+    """
+    if len(deltas) == 1:
+        return deltas[0]
+    return deltas[0] + (deltas[1] - deltas[0]) * last.square().unsqueeze(1)
 
 
 def factored_eigenvalues(row_values: Tensor, col_values: Tensor, delta: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Weighted squares of factored rows: sum_p row[r,n,p] weight[p] row[s,n,p] of every data point, or only r = s.
 
 Rows come in three forms, each with `gram` -> [N, R, R], `squares` -> [N, R], the diagonal of it without the rest, and
-`sweep` -> [K, N, R], the squares under the weights 1 / (values + precision) of K precisions at once:
+`sweep` -> [K, N, R], the squares under the weights 1 / (values + precision) of K precisions at once, and `total`, the
+squares of every entry, summed over data points and rows:
 
     Outer    g (x) a, without sharing     gram (g * (a^2 W^T)) g^T: O(N O I + N R^2 O), no row is ever formed
     Lookup   rows of a table              only the entries that are looked up take part
@@ -88,6 +89,13 @@ class Outer:
                 found.append(inner @ self.squared_left.permute(1, 2, 0))
         return torch.cat(found, dim=1).transpose(0, 1)
 
+    def total(self, shape: torch.Size) -> Float[Tensor, "groups rows width"]:
+        """(sum_r G*G)^T (A*A): no row is formed."""
+        left = self.left.square().sum(0)
+        if len(left) == 1:
+            return torch.einsum("k o, k i -> k o i", left[0], self.squared_right.sum(0))
+        return torch.einsum("n k o, n k i -> k o i", left, self.squared_right)
+
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
@@ -118,6 +126,11 @@ class Lookup:
         looked_up = values[self.index]
         return torch.stack([self._squares((looked_up + precision).reciprocal()) for precision in precisions])
 
+    def total(self, shape: torch.Size) -> Float[Tensor, "1 table features"]:
+        merged, occurrences = self._merged
+        squares = merged.square().sum(0) / occurrences
+        return squares.new_zeros(shape[1:]).index_add_(0, self.index.flatten(), squares.flatten(0, 1)).unsqueeze(0)
+
 
 @dataclass(frozen=True, eq=False)
 class Formed:
@@ -138,6 +151,9 @@ class Formed:
             for part in chunks(len(precisions), 2 * values.numel() * values.element_size(), DEFAULT_BUDGET)
         ]
         return torch.cat(found, dim=-1).movedim(-1, 0)
+
+    def total(self, shape: torch.Size) -> Float[Tensor, "*shape"]:
+        return self.rows.square().sum((0, 1)).reshape(shape)
 
 
 Form = Outer | Lookup | Formed

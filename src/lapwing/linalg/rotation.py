@@ -1,5 +1,6 @@
 """Rows of a Jacobian in the eigenbasis Q_G (x) Q_A of a Kronecker block, in the forms of `gram.py`.
 
+`Q diag(values) Q^T` itself is a list of `EigenPart`: products with it, its diagonal, and squares of rows in its basis.
 Without sharing each side is rotated on its own, N I^2 + R N O^2, or R O^2 where the left side is the same for all data
 points. With sharing the rows are formed, a few data points at a time, and each side is rotated before or after that,
 whichever is less. Rows in any other form are spelled out, within the budget.
@@ -7,9 +8,10 @@ whichever is less. Rows in any other form are spelled out, within the budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -46,6 +48,52 @@ class EigenPart:
     def rotate_back(self, matrix: Tensor) -> Tensor:
         matrix = matrix if self.row_vectors is None else self.row_vectors @ matrix
         return matrix if self.col_vectors is None else matrix @ self.col_vectors.mT
+
+    def multiplied(self, matrix: Tensor) -> Tensor:
+        """Q (values * Q^T M), for the columns of this part."""
+        return self.rotate_back(self.rotate(matrix) * self.values)
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of Q diag(values) Q^T as a matrix [K, O, width of part]."""
+        rows, cols = (None if q is None else q.square() for q in (self.row_vectors, self.col_vectors))
+        return replace(self, row_vectors=rows, col_vectors=cols).rotate_back(self.values)
+
+
+def each_part(
+    layout: MatrixLayout, parts: Sequence[EigenPart], function: Callable[[EigenPart], Tensor]
+) -> Float[Tensor, "*batch params"]:
+    """`function(part)` [*batch, K, O, width of part] of all parts, side by side and in flat order."""
+    out = torch.cat([function(part) for part in parts], dim=-1)
+    flat = out.new_zeros(*out.shape[:-3], layout.groups * layout.rows * layout.width)
+    layout.scatter_add(out, flat)
+    return flat
+
+
+def square_sums(layout: MatrixLayout, parts: Sequence[EigenPart], pieces: Sequence[Piece]) -> list[Tensor]:
+    """sum over rows of (Q_G^T row Q_A)^2 for every part: the diagonal, in its basis, of the curvature of the rows."""
+    totals = [torch.zeros_like(part.values) for part in parts]
+    for _, form, part in rotated(layout, parts, pieces):
+        totals[next(i for i, each in enumerate(parts) if each is part)] += form.total(part.values.shape)
+    return totals
+
+
+def swept(
+    layout: MatrixLayout,
+    parts: Sequence[EigenPart],
+    pieces: Sequence[Piece],
+    precisions: Float[Tensor, " k"],
+    outer: Callable[[Outer, EigenPart], Float[Tensor, "k n r"]] | None = None,
+) -> Float[Tensor, "k n r"]:
+    """Squares of rows under 1 / (values + precision), for each precision; `outer` is a faster way without sharing."""
+    count, batch = rows_of(pieces[0])
+    total = parts[0].values.new_zeros(len(precisions), batch, count)
+    for points, form, part in rotated(layout, parts, pieces, DEFAULT_BUDGET // 4):
+        if outer is not None and isinstance(form, Outer):
+            total[:, points] += outer(form, part)
+        else:
+            values = part.values[0] if isinstance(form, Lookup) else part.values
+            total[:, points] += form.sweep(values, precisions)
+    return total
 
 
 def rotated(

@@ -42,6 +42,8 @@ register(
     linalg.Blocks,
     linalg.Block,
     linalg.Kronecker,
+    linalg.CorrectedKronecker,
+    linalg.EigenColumns,
     factors.Term,
     rows.MatrixLayout,
     rows.Segments,

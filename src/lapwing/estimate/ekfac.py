@@ -1,0 +1,159 @@
+"""ekfac: Kronecker eigenbases with the curvature's exact diagonal in each, in two passes. Memory O(O^2 + I^2 + 2 O I).
+
+The first pass is `kflr` and gives Q = Q_G (x) Q_A of every layer. The second replaces the eigenvalues by
+
+    L = sum over rows of (Q_G^T row Q_A)^2  =  (sum_r G*G)^T (A*A) of rotated g and a, where no weight is shared,
+
+each pass at the cost of `kflr`. Of all matrices that are diagonal in the basis this is the nearest to the layer's
+block; the trace is exact. Vectors keep the exact blocks of `kflr`.
+
+With a `basis` there is one pass: it may come from a few batches, `ekfac(..., basis=kflr(tangent, likelihood, few))`.
+The basis is then that of those batches (the approximation), and L the exact diagonal in it over all data. Curvatures
+in one basis add; others do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import ParameterError
+from lapwing.estimate.cotangents import Cotangents, exact
+from lapwing.estimate.diagonal import SquareSum
+from lapwing.estimate.factors import Accumulator, DenseVector, DiagonalVector
+from lapwing.estimate.kronecker import KroneckerOptions, accumulate, collect, kflr, name_of
+from lapwing.estimate.passes import Batches, pulled, repeated
+from lapwing.estimate.symmetric import SymmetricSum
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import (
+    Blocks,
+    CorrectedKronecker,
+    Curvature,
+    Dense,
+    DenseRows,
+    Kronecker,
+    OuterRows,
+    Piece,
+    Segments,
+)
+from lapwing.linalg.rotation import square_sums
+from lapwing.tangent import Tangent
+
+
+def ekfac(
+    tangent: Tangent,
+    likelihood: Likelihood,
+    batches: Batches,
+    *,
+    cotangents: Cotangents = exact,
+    generator: torch.Generator | None = None,
+    basis: Blocks | None = None,
+    **options: str | int | bool,
+) -> Blocks:
+    """Eigenvalue-corrected Kronecker blocks; `options` are those of `kflr`, without `factored_damping`.
+
+    `basis` is what `kflr`, `kfac` or `ekfac` returned for the same parameters, whose options then hold. Random
+    cotangents are drawn afresh in the second pass: given the basis, L is then unbiased.
+    """
+    space = tangent.space
+    settings = KroneckerOptions.of(options, without=["factored_damping"])
+    blocks: dict[Segments, Accumulator]
+    if basis is None:
+        batches = repeated(batches)
+        first = kflr(tangent, likelihood, batches, cotangents=cotangents, generator=generator, **options)
+        blocks = {block.segments: _second(block.segments, block.curvature) for block in first.blocks}
+    else:
+        _check_basis(basis, tangent, options)
+        blocks = {block.segments: _only(block.segments, block.curvature, tangent) for block in basis.blocks}
+
+    def block_of(segments: Segments, group: Sequence[Piece]) -> Accumulator:
+        found = blocks.get(segments)
+        vectors = all(isinstance(piece, DenseRows) for piece in group)
+        if found is None or (isinstance(found, DiagonalVector) and not vectors):
+            raise ParameterError(
+                f"the basis has no eigenvectors for parameter '{name_of(segments, space)}', which the data use; "
+                "expected a basis from data that use every layer in the same way. Make it from more batches."
+            )
+        return found
+
+    rows = pulled(tangent, likelihood, batches, cotangents, generator)
+    accumulate(rows, tangent, settings.dense_limit if basis is None else space.size, block_of)
+    return collect(blocks, space)
+
+
+@dataclass
+class Corrected(Accumulator):
+    """The diagonal in the bases of a block: a sum of squares of rotated rows."""
+
+    segments: Segments
+    basis: CorrectedKronecker
+    totals: list[Tensor]
+
+    @staticmethod
+    def of(segments: Segments, basis: CorrectedKronecker) -> Corrected:
+        return Corrected(segments, basis, [torch.zeros_like(part.values) for part in basis.parts])
+
+    def add(self, pieces: list[Piece], first: bool) -> None:
+        local = _side_by_side([piece.moved(self.segments) for piece in pieces])
+        for total, squares in zip(self.totals, square_sums(self.basis.layout, self.basis.parts, local), strict=True):
+            total += squares
+
+    def curvature(self) -> CorrectedKronecker:
+        return self.basis.with_values(self.totals)
+
+
+@dataclass
+class Done(Accumulator):
+    """A block that the first pass has found already."""
+
+    segments: Segments
+    found: Curvature
+
+    def add(self, pieces: list[Piece], first: bool) -> None:
+        pass
+
+    def curvature(self) -> Curvature:
+        return self.found
+
+
+def _second(segments: Segments, curvature: Curvature) -> Accumulator:
+    if isinstance(curvature, Kronecker):
+        return Corrected.of(segments, CorrectedKronecker.of(curvature))
+    return Done(segments, curvature)
+
+
+def _only(segments: Segments, curvature: Curvature, tangent: Tangent) -> Accumulator:
+    """A block in the basis of another curvature, from zero."""
+    if isinstance(curvature, Kronecker):
+        return Corrected.of(segments, CorrectedKronecker.of(curvature))
+    if isinstance(curvature, CorrectedKronecker):
+        return Corrected.of(segments, curvature)
+    zeros = torch.zeros(segments.size, dtype=tangent.space.dtype, device=tangent.space.device)
+    if isinstance(curvature, Dense):
+        return DenseVector(segments, SymmetricSum.zeros(segments.size, zeros, tangent.budget))
+    return DiagonalVector(segments, SquareSum(zeros, tangent.budget))
+
+
+def _check_basis(basis: Blocks, tangent: Tangent, options: dict[str, str | int | bool]) -> None:
+    if options:
+        raise ParameterError(
+            f"the options {sorted(options)} were given with a basis; expected none, as the basis has its own. Give "
+            "them to the estimator that makes the basis."
+        )
+    if basis.size != tangent.space.size:
+        raise ParameterError(
+            f"the basis has {basis.size} parameters and the network {tangent.space.size}; expected the same. Make it "
+            "with the same parameter space."
+        )
+
+
+def _side_by_side(pieces: list[Piece]) -> list[Piece]:
+    """Several uses of a weight in one role are further positions of one, so that no row of the layer is spelled out."""
+    outers = [piece for piece in pieces if isinstance(piece, OuterRows)]
+    if len(pieces) == 1 or len(outers) < len(pieces) or any(each.layout != outers[0].layout for each in outers):
+        return pieces
+    left, right = torch.cat([each.left for each in outers], dim=2), torch.cat([each.right for each in outers], dim=1)
+    return [OuterRows(outers[0].layout, left, right)]
