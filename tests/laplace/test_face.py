@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing import Laplace
+from lapwing import Laplace, estimate
 from lapwing.errors import DataError, LapwingError, NotFittedError, OptionError, ParameterError
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.face import CLASSES
-from lapwing.likelihoods import Bernoulli, Gaussian, Poisson
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
+from lapwing.tangent import Tangent
 from unchanged import unchanged
 
 B, D, C = 6, 4, 3
@@ -142,11 +144,81 @@ def test_added_data_need_the_same_weights() -> None:
         la.fit(batches("classification"), override=False)
 
 
-def test_a_generator_as_loader_loses_no_batch() -> None:
+@pytest.mark.parametrize("progress_bar", [False, True])
+def test_a_generator_as_loader_loses_no_batch(progress_bar: bool) -> None:
     for subset in ("all", "last_layer"):
         la = made(subset, "kron")
-        la.fit(batch for batch in batches("classification"))
+        la.fit((batch for batch in batches("classification")), progress_bar=progress_bar)
         assert la.n_data == 24
+
+
+# -- corrected eigenvalues and projections --------------------------------------------------------------------------
+
+
+def test_ekfac_by_name_is_the_estimator() -> None:
+    data, tangent = batches("classification"), Tangent(mlp().eval())
+    for progress_bar in (False, True):
+        la = made("all", "ekfac", sharing="reduce", bias="separate")
+        la.fit(data, progress_bar=progress_bar)
+        expected = estimate.ekfac(tangent, Categorical(), data, sharing="reduce", joint_bias=False)
+        torch.testing.assert_close(la.fitted.curvature.dense(), expected.dense(), rtol=1e-12, atol=1e-14)
+        assert la.n_data == 24
+    assert float(la.fitted.curvature.diagonal().sum()) == pytest.approx(float(expected.diagonal().sum()), rel=1e-12)
+
+
+def test_ekfac_adds_data_in_the_basis_of_the_first_fit() -> None:
+    data, tangent = batches("classification"), Tangent(mlp().eval())
+    la = made("all", "ekfac")
+    la.fit(data[:1])
+    la.fit(iter(data[1:]), override=False)
+    basis = estimate.kflr(tangent, Categorical(), data[:1])
+    expected = estimate.ekfac(tangent, Categorical(), data, basis=basis)
+    torch.testing.assert_close(la.fitted.curvature.dense(), expected.dense(), rtol=1e-9, atol=1e-12)
+    assert la.n_data == 24
+
+
+def test_ekfac_needs_data_for_two_passes() -> None:
+    la = made("all", "ekfac")
+    with unchanged(la.model), pytest.raises(DataError, match="list of batches or a DataLoader"):
+        la.fit(batch for batch in batches("classification"))
+    with pytest.raises(NotFittedError):
+        la(inputs())
+
+
+@pytest.mark.parametrize("structure", ["layerwise", "module"])
+def test_ekfac_with_a_prior_per_tensor_or_module(structure: str) -> None:
+    la = made("all", "ekfac")
+    la.fit(batches("classification"))
+    before = la.log_marginal_likelihood()
+    la.optimize_prior_precision(prior_structure=structure)
+    assert float(la.log_marginal_likelihood()) > float(before)
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_projections_by_name_are_the_estimator(subset: str, distribution: str) -> None:
+    data, generator = batches("classification"), torch.Generator()
+    options = {"mc_samples": 3, "distribution": distribution}
+    la = made(subset, "full", estimator="projection", backend_kwargs=options)
+    la.fit(data, generator=generator.manual_seed(5))
+    tangent = Tangent(la.model.eval(), la.space)
+    expected = estimate.full(
+        tangent,
+        Categorical(),
+        data,
+        cotangents=estimate.projections(3, distribution),
+        generator=generator.manual_seed(5),
+    )
+    torch.testing.assert_close(la.fitted.curvature.dense(), expected.dense(), rtol=1e-9, atol=1e-12)
+
+
+def test_a_saved_posterior_remembers_its_projections(tmp_path: Path) -> None:
+    la = made("all", "kron", estimator="projection", distribution="gaussian", backend_kwargs={"mc_samples": 4})
+    la.fit(batches("classification"), generator=torch.Generator().manual_seed(0))
+    la.save(tmp_path / "a")
+    again = lapwing.load(tmp_path / "a", mlp())
+    assert again.recipe == la.recipe
+    assert torch.equal(again(inputs()), la(inputs()))
 
 
 def test_links_agree_where_they_should() -> None:
@@ -273,6 +345,10 @@ def test_unknown_choices_name_the_nearest(arguments: tuple, message: str) -> Non
         ({"sigma_noise": 2.0}, "without a free noise level"),
         ({"temperature": 0.0}, "> 0"),
         ({"estimator": "hessian"}, "no 'kron' structure"),
+        ({"estimator": "projections"}, "Did you mean 'projection'"),
+        ({"distribution": "gaussian"}, "goes with estimator='projection'; found the exact"),
+        ({"estimator": "projection", "distribution": "gausian"}, "Did you mean 'gaussian'"),
+        ({"estimator": "projection", "backend_kwargs": {"mc_samples": 0}}, "mc_samples is 0"),
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:

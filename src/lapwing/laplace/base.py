@@ -14,14 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
-from rich.progress import track
 from torch import Tensor, nn
 
 from lapwing.errors import OptionError, ParameterError
 from lapwing.estimate.passes import Watched
 from lapwing.laplace import files, predictions, state, tuning
 from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
-from lapwing.laplace.data import Marks, Pairs, Seen, evaluating
+from lapwing.laplace.data import Marks, Pairs, Seen, Tracked, evaluating
 from lapwing.laplace.hyper import Fitted
 from lapwing.laplace.options import choose
 from lapwing.laplace.structures import AnyTangent, recipe
@@ -42,8 +41,8 @@ class BaseLaplace(Weights):
 
     `likelihood` is "regression", "classification", "binary", "poisson", "heteroscedastic", or an object of
     `lapwing.likelihoods`. `estimator` says where curvature comes from: "exact" (the generalised Gauss-Newton, default),
-    "fisher", "mc" (sampled Fisher), "empirical" or "hessian"; `backend` does the same with names of
-    `lapwing.curvature`. Other keyword arguments are options of the structure.
+    "fisher", "mc" (sampled Fisher), "projection" (randomly projected GGN), "empirical" or "hessian"; `backend` does the
+    same with names of `lapwing.curvature`. Other keyword arguments are options of the structure.
     """
 
     structure: ClassVar[str]
@@ -124,21 +123,22 @@ class BaseLaplace(Weights):
         checkpoint: AnyPath | None = None,
         checkpoint_every: int = EVERY,
     ) -> None:
-        """One pass over the data. With `override=False` the data are added to those already seen.
+        """One pass over the data (ekfac: two). With `override=False` the data are added to those already seen.
 
         Interrupted at any point, the model and this posterior are as they were. With a `checkpoint`, the path of a
         file, the sum so far is kept there after every `checkpoint_every` batches; called again in the same way, also in
         another process, the fit goes on from it. The loader must give the same batches in the same order.
         """
         if progress_bar:
-            train_loader = track(train_loader, description="curvature")  # pyright: ignore[reportArgumentType]
+            train_loader = Tracked(train_loader, "curvature")
         pairs = self._data(Pairs(train_loader, self.dict_key_y, self._whole.device))
         with evaluating(self.model):
             pairs, tangent = self._tangent_for(pairs)
             seen = Seen(self.has_noise)
             if checkpoint is None:
                 watched = Watched(pairs, seen.start, seen.saw)
-                curvature = self.recipe(tangent, self.distribution, watched, generator)
+                added_to = None if override or self._fitted is None else self._fitted.curvature
+                curvature = self.recipe(tangent, self.distribution, watched, generator, added_to)
             else:
                 curvature = checkpointed(self, tangent, pairs, seen, generator, checkpoint, checkpoint_every)
         assert seen.shape is not None

@@ -110,7 +110,7 @@ class EkfacLaplace(ParametricLaplace):
     """The eigenbasis of a Kronecker product per layer, with the exact diagonal of the curvature in it: two passes.
 
     Never further from the exact block than `KronLaplace`, and with its trace. Options as there, without `damping`.
-    Data are fitted all at once: fits in different bases do not add up.
+    Data that are added later (`override=False`) are taken in the basis of the first fit, in one pass.
     """
 
     structure: ClassVar[str] = "ekfac"

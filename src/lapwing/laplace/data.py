@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from rich.progress import track
 from torch import Tensor, nn
 
 from lapwing.errors import DataError
@@ -38,10 +39,23 @@ class Pairs:
         return map_tensors(lambda t: t.to(self.device), batch)
 
 
+@dataclass(frozen=True)
+class Tracked:
+    """A loader with a progress bar for every pass over it."""
+
+    loader: Iterable[Any]
+    description: str
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(track(self.loader, description=self.description))  # pyright: ignore[reportArgumentType]
+
+
 def peek(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
     """The first batch, and a loader that still has it."""
     iterator = iter(loader)
-    source = loader.loader if isinstance(loader, Pairs) else loader
+    source = loader
+    while isinstance(source, (Pairs, Tracked)):
+        source = source.loader
     for first in iterator:
         return first, chain([first], iterator) if isinstance(source, Iterator) else loader
     raise DataError("the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last.")

@@ -79,13 +79,20 @@ class Recipe:
             )
 
     def __call__(
-        self, tangent: AnyTangent, likelihood: Likelihood, batches: Batches, generator: torch.Generator | None
+        self,
+        tangent: AnyTangent,
+        likelihood: Likelihood,
+        batches: Batches,
+        generator: torch.Generator | None,
+        added_to: Curvature | None = None,
     ) -> Curvature:
+        """The curvature of the data; `added_to` is what it will be added to, whose eigenbasis an ekfac then takes."""
         if self.source == "hessian":
             assert isinstance(tangent, Tangent)  # a last layer is then linearised like any other parameters
             return estimate.hessian(tangent, likelihood, batches, structure=_HESSIAN[self.structure])
         table = _CLOSED if isinstance(tangent, FeatureTangent) else _GENERAL
-        estimator = partial(table[self.structure], **self.options)
+        options = {"basis": added_to} if self.structure == "ekfac" and added_to is not None else self.options
+        estimator = partial(table[self.structure], **options)
         return estimator(tangent, likelihood, batches, cotangents=self._cotangents(), generator=generator)
 
     def _cotangents(self) -> Callable:
