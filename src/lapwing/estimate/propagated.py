@@ -11,7 +11,7 @@ one forward pass and one pass back, whatever the number of outputs. Memory: that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -24,7 +24,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Diagonal
 from lapwing.tangent import Tangent
 from lapwing.tangent.squares import propagate
-from lapwing.tangent.tape import Tape, Value, record
+from lapwing.tangent.tape import Node, Tape, Value, record
 
 
 def propagated_diagonal(
@@ -87,15 +87,24 @@ def variances(
 @torch.no_grad()
 def add_squares(tape: Tape, m: Tensor, tangent: Tangent, total: Float[Tensor, " params"]) -> None:
     """Walks the tape backwards; what reaches a parameter is added to its place in `total`."""
-    if tape.output is None:
-        return
-    held: dict[Value, Tensor] = {tape.output: m}
-    for node in reversed(tape.nodes):
+    if tape.output is not None:
+        held = walk(tape.nodes, {tape.output: m})
+        collect(tape, held, tangent, total)
+
+
+def walk(nodes: Sequence[Node], held: dict[Value, Tensor]) -> dict[Value, Tensor]:
+    """Variances of values, carried back through all nodes; what is left belongs to parameters."""
+    for node in reversed(nodes):
         given = [None if out is None else held.pop(out, None) for out in node.outs]
         if all(each is None for each in given):
             continue
         for value, share in propagate(node, given):
             held[value] = held[value] + share if value in held else share
+    return held
+
+
+def collect(tape: Tape, held: dict[Value, Tensor], tangent: Tangent, total: Float[Tensor, " params"]) -> None:
+    """Adds the variances of parameters to their places in `total`."""
     starts = tangent.space.whole.starts
     for name, value in tape.parameters.items():
         if value in held:

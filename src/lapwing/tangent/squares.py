@@ -59,8 +59,8 @@ def register(rule: Rule, *functions: Callable) -> None:
 
 def functional(*names: str) -> list[Callable]:
     """The functions of these names in torch, torch.nn.functional, and on Tensor."""
-    found = methods(*names)
-    return found + [getattr(F, name) for name in names if hasattr(F, name)]
+    found = methods(*names) + [getattr(F, name) for name in names if hasattr(F, name)]
+    return [function for function in found if callable(function)]  # torch.float is no function
 
 
 def propagate(node: Node, given: Sequence[Tensor | None]) -> Squares:
@@ -236,7 +236,8 @@ _ACTIVATIONS = (
     "threshold", "rrelu", "abs", "neg", "negative", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin",
     "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "sinc", "sqrt", "rsqrt",
     "square", "reciprocal", "erf", "erfc", "erfinv", "logit", "lgamma", "digamma", "clamp", "clamp_min", "clamp_max",
-    "clip", "nan_to_num", "masked_fill", "frac", "remainder", "fmod", "special_expit",
+    "clip", "nan_to_num", "masked_fill", "frac", "remainder", "fmod", "sign", "floor", "ceil",
+    "round", "trunc",
 )  # fmt: skip
 _OPERATORS = ("add", "sub", "mul", "truediv", "div", "pow")
 _BOTH = (*_ACTIVATIONS, *ELEMENTWISE)

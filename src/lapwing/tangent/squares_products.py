@@ -120,8 +120,6 @@ class Bilinear(Rule):
 
 def _labels(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
     """The labels of every operand and of the result, an ellipsis spelled out."""
-    if not isinstance(equation, str):
-        raise UnsupportedOperationError("einsum is called with lists of axes; expected an equation: 'ij,jk->ik'.")
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     free = [letter for letter in ascii_letters if letter not in equation]
