@@ -1,0 +1,359 @@
+"""What `kfra` makes of a tape: a step for every operation on the way back, and the uses of weights as matrices.
+
+Two tapes of one data point, alone and repeated, show where samples lie in every value, and which values depend on
+parameters alone. Batches must show the same operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lapwing.errors import UnsupportedOperationError
+from lapwing.estimate.kfra_pool import POOLS, max_pool
+from lapwing.estimate.kfra_steps import (
+    ALTERNATIVES,
+    Batch,
+    Frame,
+    Place,
+    Scaled,
+    Slopes,
+    Smooth,
+    Step,
+    probe,
+    refuse,
+    slope_in,
+)
+from lapwing.tangent import Tangent, rules
+from lapwing.tangent.inputs import batch_size, map_tensors, take
+from lapwing.tangent.operations import flat
+from lapwing.tangent.record import whole_aliases
+from lapwing.tangent.rules import RULES as USES
+from lapwing.tangent.rules import Call
+from lapwing.tangent.sources import Alias, Derived, Source, view_alias
+from lapwing.tangent.squares import Entrywise, slopes
+from lapwing.tangent.tape import Node, Tape, Value, _swap, record
+from lapwing.tangent.uses import Broadcast, Contraction, Lookup, Use
+
+_PRELUS = frozenset((F.prelu, torch.prelu, Tensor.prelu))
+_NORMS = frozenset((F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm, F.rms_norm))
+_CONVOLUTIONS = frozenset((F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d))
+_PRODUCTS = frozenset((rules.linear, rules.matmul, rules.addmm, rules.einsum, rules.bilinear))
+
+
+@dataclass
+class Structure:
+    """The structural tape (one data point), its steps by node, and the weights' uses by node."""
+
+    tape: Tape
+    frame: Frame
+    steps: dict[int, Step]
+    uses: dict[int, Contraction | Lookup]
+    tangent: Tangent
+
+    def batch(self, tape: Tape, size: int) -> Batch:
+        """A batch beside the structure; refused where it does something else."""
+        value = _paired(self.tape, tape)
+        if value is None or any(value[v].shape != place.batched(size) for v, place in self.frame.place.items()):
+            raise UnsupportedOperationError(
+                "the network takes another way through its operations for this batch than for the first data point; "
+                f"expected the same operations and shapes for all data. {ALTERNATIVES}"
+            )
+        return Batch(tape, size, value)
+
+
+def structure(tangent: Tangent, x: Any, split: Callable[[Structure], Collection[int]]) -> Structure:
+    """From the first data point of x. `split` names uses whose bias is to be a block of its own."""
+    size = batch_size(x)
+    alone = take(x, slice(0, 1))
+    twice = map_tensors(lambda t: t[[0, 0]] if t.dim() and t.shape[0] == size else t, x)
+    tape, double = record(tangent, alone), record(tangent, twice)
+    value = _paired(tape, double)
+    if value is None:
+        raise UnsupportedOperationError(
+            "the network takes another way through its operations for two data points than for one; expected the same "
+            f"operations for every batch. {ALTERNATIVES}"
+        )
+    place = {v: _place(v, value[v]) for v in value}
+    like = torch.zeros((), dtype=tangent.space.dtype, device=tangent.space.device)
+    builder = _Builder(tangent, tape, double, Frame(place, like, tangent.budget), {w: v for v, w in value.items()})
+    found = builder.build(())
+    apart = split(found)
+    return builder.build(apart) if apart else found
+
+
+def _place(one: Value, two: Value) -> Place:
+    if one.shape == two.shape:
+        return Place(one.shape, None)
+    axes = [i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
+    if len(axes) != 1 or two.shape[axes[0]] != 2 * one.shape[axes[0]]:
+        name = "the input" if one.node is None else one.node.name
+        raise refuse(name, f"its output has shape {list(one.shape)} for one data point and {list(two.shape)} for two")
+    return Place(one.shape, axes[0], one.shape[axes[0]] > 1)
+
+
+def _paired(tape: Tape, other: Tape) -> dict[Value, Value] | None:
+    """Values of one tape -> those of another; None unless both hold the same operations on the same values."""
+    if len(tape.nodes) != len(other.nodes) or (tape.output is None) != (other.output is None):
+        return None
+    value = {v: other.parameters[name] for name, v in tape.parameters.items()}
+    for a, b in zip(tape.nodes, other.nodes, strict=True):
+        if a.function != b.function or a.inputs.keys() != b.inputs.keys() or len(a.outs) != len(b.outs):
+            return None
+        if any(value[v] is not b.inputs[i] for i, v in a.inputs.items()):
+            return None
+        for v, w in zip(a.outs, b.outs, strict=True):
+            if (v is None) != (w is None):
+                return None
+            if v is not None and w is not None:
+                if len(v.shape) != len(w.shape):
+                    return None
+                value[v] = w
+    if tape.output is not None and value[tape.output] is not other.output:
+        return None
+    return value
+
+
+def use_of(node: Node, tangent: Tangent) -> Use | None:
+    """The use that an operation makes of parameters (or views of them) as weights."""
+    rule = USES.get(node.function)
+    if rule is None or (not node.args and not node.kwargs):
+        return None
+    given = node.given
+    known = {id(given[i]): source for i, v in node.inputs.items() if (source := alias_of(given[i], v, tangent))}
+    left = iter(given)
+    (out,) = node.outs
+    assert out is not None
+    args, kwargs = _swap(node.args, left), _swap(node.kwargs, left)
+    use = rule(Call(node.function, args, kwargs, torch.empty(out.shape, device="meta"), lambda t: known.get(id(t))))
+    if use is not None:
+        use.shape, use.edge = out.shape, out.edge
+    return use
+
+
+def alias_of(tensor: Tensor, value: Value, tangent: Tangent) -> Alias | None:
+    whole = whole_aliases(tangent.space)
+    if value.parameter is not None:
+        return whole[value.parameter]
+    at = tensor.untyped_storage().data_ptr()
+    for name, parameter in tangent.parameters.items():
+        if parameter.untyped_storage().data_ptr() == at:
+            found = view_alias(tensor, parameter, whole[name])
+            if found is not None:
+                return found
+    return None
+
+
+# -- from nodes to steps --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Builder:
+    tangent: Tangent
+    tape: Tape
+    double: Tape
+    frame: Frame
+    single: dict[Value, Value]
+    """A value of the tape of two data points -> the same value for one."""
+
+    def build(self, apart: Collection[int]) -> Structure:
+        steps: dict[int, Step] = {}
+        uses: dict[int, Contraction | Lookup] = {}
+        reached = {self.tape.output}
+        for number in reversed(range(len(self.tape.nodes))):
+            node = self.tape.nodes[number]
+            if not any(out in reached for out in node.outs if out is not None):
+                continue
+            steps[number] = self._step(number, node, number in apart, uses)
+            reached |= set(steps[number].inputs)
+        return Structure(self.tape, self.frame, steps, uses, self.tangent)
+
+    def _step(self, number: int, node: Node, apart: bool, uses: dict[int, Contraction | Lookup]) -> Step:
+        rule, function = node.rule, node.function
+        if USES.get(function) in _PRODUCTS or function in _CONVOLUTIONS:
+            return self._product(number, node, apart, uses)
+        if function is F.embedding and self._samples(node):
+            use = use_of(node, self.tangent)
+            if isinstance(use, Lookup):
+                uses[number] = use
+                return self._fixed(node, [])
+            raise refuse(node.name, "its table is made from parameters by another operation")
+        if function in _PRELUS or function in _NORMS:
+            return self._channelwise(node)
+        if isinstance(rule, Entrywise):
+            return self._entrywise(number, node)
+        if function in POOLS:
+            return max_pool(node, self.frame)
+        if rule is None:
+            return self._unknown(node)
+        if not rule.fixed:
+            raise refuse(node.name, "its Jacobian mixes entries and differs between data points")
+        return self._fixed(node, node.sources)
+
+    def _samples(self, node: Node) -> bool:
+        return any(out is not None and self.frame.place[out].axis is not None for out in node.outs)
+
+    def _fixed(self, node: Node, inputs: list[Value], trusted: bool = False) -> Smooth:
+        return Smooth(node, self.frame, inputs, trusted=trusted)
+
+    def _product(self, number: int, node: Node, apart: bool, uses: dict[int, Contraction | Lookup]) -> Step:
+        given = node.given
+        weights = {i: v for i, v in node.inputs.items() if alias_of(given[i], v, self.tangent) is not None}
+        data = list(dict.fromkeys(v for i, v in node.inputs.items() if i not in weights))
+        made = next((v for v in data if self.frame.place[v].axis is None), None)
+        if made is not None:
+            names = sorted(_roots(made))
+            raise refuse(
+                node.name,
+                f"its weight is made from {names} by another operation before it meets the data, so that its "
+                "curvature is no Kronecker product",
+            )
+        if len(data) > 1:
+            raise refuse(node.name, f"it multiplies {len(data)} tensors that depend on parameters")
+        use = use_of(node, self.tangent) if weights else None
+        if not weights:
+            return self._fixed(node, data)
+        covered = set() if use is None else {name for source in use.sources for name in source.names}
+        missed = sorted({v.parameter or node.name for v in weights.values() if not _roots(v) <= covered})
+        if not isinstance(use, Contraction) or missed:
+            raise refuse(node.name, f"no rule says how it uses {missed or 'its weights'}")
+        bias = None if use.bias is None else self._bias(node, given, use)
+        joined = use.weight is not None and self._joined(use)
+        if use.weight is not None:
+            uses[number] = use.without(use.bias.names) if apart and use.bias is not None else use  # pyright: ignore
+        scaled = [bias] if bias is not None and (apart or not joined) else []
+        step = self._fixed(node, data, trusted=use.weight is not None)
+        step.scaled, step.slopes = scaled, lambda node, batch: [None] * len(scaled)
+        return step
+
+    def _joined(self, use: Contraction) -> bool:
+        viewed = isinstance(use.weight, Alias) and use.weight.factorised(use.split, use.perm) is not None
+        return viewed and isinstance(use.bias, Alias) and use.bias.in_order
+
+    def _bias(self, node: Node, given: Sequence[Tensor], use: Contraction) -> Scaled:
+        number = next(
+            i for i, v in node.inputs.items() if alias_of(given[i], v, self.tangent) == use.bias and given[i].dim() == 1
+        )
+        value, (out,) = node.inputs[number], node.outs
+        assert out is not None
+        last = (1,) * (len(out.shape) - 2) if node.function in _CONVOLUTIONS else ()
+        return Scaled(value, (value.shape.numel(), *last))
+
+    # -- entry by entry
+
+    def _entrywise(self, number: int, node: Node) -> Step:
+        (two,) = self.double.nodes[number].outs
+        assert two is not None
+        device = self.frame.like.device
+        if two.origin is not None:
+            base = self.single[two.origin]
+            return self._scaled(node, [base], lambda node, batch: [slope_in(node, batch.value[base], device)])
+        values = node.sources
+
+        def found(node: Node, batch: Batch) -> list[Tensor | None]:
+            (out,) = node.outs
+            if out is not None and out.origin is not None and not node.args:
+                raise refuse(node.name, "its arguments look alike for a single data point; give larger batches")
+            total: dict[Value, Tensor] = {}
+            for value, slope in slopes(node, self.frame.like):
+                total[value] = total[value] + slope if value in total else slope
+            # a plain sum has a number for its slope
+            ones = [total.get(batch.value[v], torch.zeros(())) for v in values]
+            return [None if one.dim() == 0 and bool(one == 1) else one for one in ones]
+
+        return self._scaled(node, values, found)
+
+    def _scaled(self, node: Node, values: Sequence[Value], found: Slopes) -> Smooth:
+        scaled = [Scaled(value, tuple(value.shape)) for value in values]
+        return Smooth(node, self.frame, [], scaled, found)
+
+    def _unknown(self, node: Node) -> Step:
+        """An activation that nobody registered has to prove that it works entry by entry: J^T u = (J^T 1) * u."""
+        sources, outs = node.sources, node.outs
+        if len(sources) != 1 or len(outs) != 1 or outs[0] is None or sources[0].shape != outs[0].shape:
+            raise refuse(node.name, "nothing is known of it")
+        device, (source,) = self.frame.like.device, sources
+
+        def found(node: Node, batch: Batch) -> list[Tensor | None]:
+            (out,) = node.outs
+            assert out is not None
+            slope = slope_in(node, batch.value[source], device)
+            u = probe(out.shape.numel(), 0, device).reshape(out.shape).to(out.dtype)
+            ((_, pulled),) = node.pull([u])
+            atol = torch.finfo(out.dtype).eps ** 0.5 * float(slope.abs().max() + 1e-30)
+            if not torch.allclose(pulled, slope * u, rtol=0, atol=atol):
+                raise refuse(node.name, "nothing is known of it, and it mixes entries")
+            return [slope]
+
+        return self._scaled(node, [source], found)
+
+    # -- scales and shifts
+
+    def _channelwise(self, node: Node) -> Step:
+        """Normalisations and PReLU: a weight and a bias that are broadcast over y."""
+        tracked = _slot(node, 0)
+        data = [tracked] if tracked is not None else []
+        fixed = node.function is F.batch_norm or _running(node)
+        if data and not fixed and node.function not in _PRELUS:
+            raise refuse(node.name, "it divides by a deviation of its own entries")
+        terms = _terms(node)
+        scaled = [Scaled(value, view) for value, view, _ in terms]
+        through = data if node.function in _PRELUS else []
+        scaled = [Scaled(v, tuple(v.shape)) for v in through] + scaled
+
+        def found(node: Node, batch: Batch) -> list[Tensor | None]:
+            (out,) = node.outs
+            assert out is not None
+            ones = [torch.ones(out.shape, dtype=out.dtype, device=self.frame.like.device)] if through else []
+            direct = [dict(node.pull(ones))[batch.value[v]] for v in through]
+            return [*direct, *(None if factor is None else factor() for _, _, factor in _terms(node))]
+
+        return Smooth(node, self.frame, [] if through else data, scaled, found)
+
+
+def _slot(node: Node, number: int) -> Value | None:
+    """The value that is read as the first tensor, if it is tracked."""
+    return node.inputs.get(number)
+
+
+def _running(node: Node) -> bool:
+    """Whether instance_norm uses running statistics, as batch_norm does."""
+    if node.function is not F.instance_norm:
+        return False
+    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
+    return (dict(zip(names, node.args, strict=False)) | node.kwargs).get("use_input_stats") is False
+
+
+def _terms(node: Node) -> list[tuple[Value, tuple[int, ...], Callable[[], Tensor] | None]]:
+    """(parameter, how it is broadcast, its factor) of every tracked argument but the first."""
+    given = node.given
+    held: dict[int, Source] = {}
+    for i, v in node.inputs.items():
+        if i > 0:
+            held[id(given[i])] = Derived(frozenset(_roots(v)), v.edge, v.shape, v.dtype)
+    owner = {id(held[id(given[i])]): v for i, v in node.inputs.items() if i > 0}
+    left = iter(given)
+    (out,) = node.outs
+    assert out is not None
+    args, kwargs = _swap(node.args, left), _swap(node.kwargs, left)
+    call = Call(node.function, args, kwargs, torch.empty(out.shape, device="meta"), lambda t: held.get(id(t)))
+    use = USES[node.function](call) if held else None
+    if held and (not isinstance(use, Broadcast) or len(use.terms) != len(held)):
+        raise refuse(node.name, "no rule says how it uses its parameters")
+    return [] if not isinstance(use, Broadcast) else [(owner[id(s)], tuple(view), f) for s, view, f in use.terms]
+
+
+def _roots(value: Value) -> set[str]:
+    """The parameters that a value was made from."""
+    if value.parameter is not None:
+        return {value.parameter}
+    assert value.node is not None
+    return {name for source in value.node.sources for name in _roots(source)}
+
+
+__all__ = ["Structure", "flat", "structure", "use_of"]
