@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing import DiagLaplace, FullLaplace, KronLaplace, Laplace, attach
-from lapwing.applications.attach import COVARIANCE, calibrate
+from lapwing.applications.calibration import COVARIANCE, calibrate
 from lapwing.errors import DataError, OptionError, UnsupportedOperationError
 from lapwing.laplace.face import FULL_LIMIT
 from lapwing.likelihoods import Categorical, Gaussian

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing.applications import network
-from lapwing.applications.network import Progress, Spec, build, train
+from lapwing.applications import architecture, network
+from lapwing.applications.architecture import Spec, build
+from lapwing.applications.network import Progress, train
 from lapwing.errors import DataError, OptionError
 from lapwing.evidence import Evidence, GaussianFit
 from lapwing.linalg import Dense
@@ -37,8 +38,8 @@ def rings(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 # -- building -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", network.KINDS)
-@pytest.mark.parametrize("activation", network.ACTIVATIONS)
+@pytest.mark.parametrize("kind", architecture.KINDS)
+@pytest.mark.parametrize("activation", architecture.ACTIVATIONS)
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_a_network_has_the_shapes_of_its_specification(kind: str, activation: str, depth: int) -> None:
     spec = Spec(4, 3, width=6, depth=depth, kind=kind, activation=activation)
@@ -51,7 +52,7 @@ def test_a_network_has_the_shapes_of_its_specification(kind: str, activation: st
     assert model(torch.randn(5, 4, dtype=torch.float32)).dtype == torch.float64
 
 
-@pytest.mark.parametrize("kind", network.KINDS)
+@pytest.mark.parametrize("kind", architecture.KINDS)
 def test_outputs_start_at_the_scale_of_one_at_any_depth(kind: str) -> None:
     x = torch.randn(500, 20, generator=torch.Generator().manual_seed(0))
     for depth in (1, 4):
@@ -100,7 +101,7 @@ def test_a_regression_finds_function_and_noise() -> None:
     assert ours < -0.4  # the true density has -0.88, a linear fit about 1.1
 
 
-@pytest.mark.parametrize("kind", network.KINDS)
+@pytest.mark.parametrize("kind", architecture.KINDS)
 def test_classes_are_learned(kind: str) -> None:
     x, y = rings(400)
     model, la = train(x, y, "classification", Spec(2, 3, width=20, depth=1, kind=kind), seed=0, epochs=100)

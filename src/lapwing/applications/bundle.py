@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,8 +31,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.applications import scoring
+from lapwing.applications.architecture import Spec, build
+from lapwing.applications.calibration import point_noise
 from lapwing.applications.conformal import Conformal, Unfamiliar
-from lapwing.applications.network import Spec, build
 from lapwing.applications.reading import Frame, Table, find_column, open_table, pd
 from lapwing.applications.scoring import Row, Summary
 from lapwing.applications.table import Encoder, Notes
@@ -46,6 +48,8 @@ from lapwing.serialize.files import read, write
 KIND, VERSION = "table", 1
 NUMBERS = 2**24
 """Entries of a Jacobian [batch, outputs, weights] that are in memory at a time."""
+SMALLEST = 1e-3
+"""Noise of a standardised target below which no level is told from rounding, as in training."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +90,11 @@ class Bundle:
     def noise(self) -> float:
         """Standard deviation of the observation noise of amounts, in their unit."""
         return float(self.la.sigma_noise) * self.target.deviation
+
+    @cached_property
+    def noise_map(self) -> float:
+        """The same for the network's prediction alone, which must hold for its errors as well: see `point_noise`."""
+        return max(point_noise(self.la), SMALLEST) * self.target.deviation
 
     # -- predictions -------------------------------------------------------------------------------------------------
 
@@ -303,7 +312,7 @@ def score(bundle: Bundle, x: Float[Tensor, "rows inputs"], y: Tensor) -> tuple[R
     raw = bundle.raw(x)
     taken = middle - start, perf_counter() - middle
     if bundle.task == "regression":
-        noise = torch.full_like(raw.value[:, 0], bundle.noise)
+        noise = torch.full_like(raw.value[:, 0], bundle.noise_map)
         map_mean = outputs[:, 0] * bundle.target.deviation + bundle.target.mean
         return (
             scoring.score_amounts("MAP", map_mean, noise, y, bundle.conformal_map, taken[0]),

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lapwing.applications.network import Spec, build, train
+from lapwing.applications.architecture import Spec, build
+from lapwing.applications.network import train
 from lapwing.errors import DataError, OptionError
 from lapwing.laplace import BaseLaplace, Laplace
 

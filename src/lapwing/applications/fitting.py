@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lapwing.applications.architecture import Spec
 from lapwing.applications.bundle import Bundle, score
 from lapwing.applications.columns import infer
 from lapwing.applications.conformal import Conformal, Unfamiliar, amount_scores, class_scores, rows_needed
-from lapwing.applications.network import Progress, Spec, train
+from lapwing.applications.network import Progress, train
 from lapwing.applications.reading import Table, find_column, open_table
 from lapwing.applications.scoring import Summary
 from lapwing.applications.table import Encoder, learn
@@ -127,7 +128,7 @@ def calibrated(bundle: Bundle, x: Tensor, y: Tensor) -> Bundle:
         outputs = torch.cat([bundle.model(part) for part in x.split(4096)]).double()
     if bundle.task == "regression":
         mean = outputs[:, 0] * bundle.target.deviation + bundle.target.mean
-        plain = amount_scores(mean, torch.full_like(mean, bundle.noise), y)
+        plain = amount_scores(mean, torch.full_like(mean, bundle.noise_map), y)
         scores = amount_scores(raw.value[:, 0], bundle.deviation(raw), y)
     else:
         plain, scores = class_scores(outputs.softmax(1), y), class_scores(bundle.probabilities(raw), y)

@@ -1,0 +1,98 @@
+"""Networks for tables, by numbers and names: a multi-layer perceptron or a residual network, [B, D] to [B, C].
+
+>>> build(Spec(3, 1, width=5)).eval()(torch.zeros(2, 3)).shape
+torch.Size([2, 1])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lapwing.errors import OptionError
+
+KINDS = "mlp", "resnet"
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+GAINS = {"tanh": 5 / 3, "relu": 2**0.5, "silu": 2**0.5}
+"""Standard deviation of initial weights times the root of their number, which keeps the scale from layer to layer."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A network by numbers and names, which JSON can hold: `Spec(**dataclasses.asdict(spec)) == spec`.
+
+    mlp      `depth` hidden layers of `width`
+    resnet   a linear map to `width`, and `depth` residual blocks of two layers each
+    """
+
+    inputs: int
+    outputs: int
+    width: int = 50
+    depth: int = 1
+    kind: str = "mlp"
+    activation: str = "tanh"
+
+    def __post_init__(self) -> None:
+        for name, least in (("inputs", 1), ("outputs", 1), ("width", 1), ("depth", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise OptionError(f"{name} of a network is {value!r}; expected a whole number >= {least}.")
+        for name, known in (("kind", KINDS), ("activation", tuple(ACTIVATIONS))):
+            if getattr(self, name) not in known:
+                raise OptionError(f"{name} of a network is {getattr(self, name)!r}; expected one of {list(known)}.")
+
+    @property
+    def widest(self) -> int:
+        """The largest number of units of any layer: the size of the largest Kronecker factor."""
+        return max(self.inputs, self.outputs, self.width)
+
+
+class Residual(nn.Module):
+    """h + second(activation(first(h))): [B, width] to [B, width]."""
+
+    def __init__(self, first: nn.Linear, activation: nn.Module, second: nn.Linear) -> None:
+        super().__init__()
+        self.first, self.activation, self.second = first, activation, second
+
+    def forward(self, h: Float[Tensor, "batch width"]) -> Float[Tensor, "batch width"]:
+        return h + self.second(self.activation(self.first(h)))
+
+
+class Network(nn.Sequential):
+    """Layers one after the other, for inputs of any floating type.
+
+    Weights are float64 unless asked otherwise: where noise is small, the curvature of the data is 1e9 times the prior,
+    and float32 cannot hold both in one matrix.
+    """
+
+    def forward(self, input: Float[Tensor, "batch inputs"]) -> Float[Tensor, "batch outputs"]:
+        return super().forward(input.to(next(self.parameters()).dtype))
+
+
+def build(spec: Spec, generator: torch.Generator | None = None, *, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The network of a specification, in eval mode; weights from `generator`, or from torch's global one."""
+
+    def linear(inputs: int, outputs: int, scale: float = GAINS[spec.activation]) -> nn.Linear:
+        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=dtype)
+        assert isinstance(layer, nn.Linear)
+        nn.init.normal_(layer.weight, std=scale * inputs**-0.5, generator=generator)
+        nn.init.zeros_(layer.bias)
+        return layer
+
+    activation = ACTIVATIONS[spec.activation]
+    modules: list[nn.Module] = []
+    if spec.kind == "resnet":
+        modules.append(linear(spec.inputs, spec.width, 1.0))
+        for _ in range(spec.depth):
+            # blocks that start small keep the sum of any number of them at the scale of one
+            second = linear(spec.width, spec.width, (spec.depth + 1) ** -0.5)
+            modules.append(Residual(linear(spec.width, spec.width), activation(), second))
+        modules.append(activation())
+    else:
+        for number in range(spec.depth):
+            modules += [linear(spec.width if number else spec.inputs, spec.width), activation()]
+    last = spec.width if spec.depth or spec.kind == "resnet" else spec.inputs
+    return Network(*modules, linear(last, spec.outputs, 1.0)).eval()
