@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from lapwing.errors import ParameterError
 from lapwing.estimate.cotangents import Cotangents, exact
@@ -63,8 +62,9 @@ def ekfac(
     blocks: dict[Segments, Accumulator]
     if basis is None:
         batches = repeated(batches)
-        first = kflr(tangent, likelihood, batches, cotangents=cotangents, generator=generator, **options)
-        blocks = {block.segments: _second(block.segments, block.curvature) for block in first.blocks}
+        found = kflr(tangent, likelihood, batches, cotangents=cotangents, generator=generator, **options).blocks
+        blocks = {block.segments: _second(block.segments, block.curvature) for block in found}
+        del found  # the factors, of which only the eigenvectors are needed
     else:
         _check_basis(basis, tangent, options)
         blocks = {block.segments: _only(block.segments, block.curvature, tangent) for block in basis.blocks}
@@ -86,23 +86,23 @@ def ekfac(
 
 @dataclass
 class Corrected(Accumulator):
-    """The diagonal in the bases of a block: a sum of squares of rotated rows."""
+    """The diagonal in the bases of a block: a sum of squares of rotated rows, made in the place of its eigenvalues."""
 
     segments: Segments
-    basis: CorrectedKronecker
-    totals: list[Tensor]
+    block: CorrectedKronecker
 
     @staticmethod
     def of(segments: Segments, basis: CorrectedKronecker) -> Corrected:
-        return Corrected(segments, basis, [torch.zeros_like(part.values) for part in basis.parts])
+        return Corrected(segments, basis.with_values([torch.zeros_like(part.values) for part in basis.parts]))
 
     def add(self, pieces: list[Piece], first: bool) -> None:
+        parts = self.block.parts
         local = _side_by_side([piece.moved(self.segments) for piece in pieces])
-        for total, squares in zip(self.totals, square_sums(self.basis.layout, self.basis.parts, local), strict=True):
-            total += squares
+        for part, squares in zip(parts, square_sums(self.block.layout, parts, local), strict=True):
+            part.values.add_(squares)
 
     def curvature(self) -> CorrectedKronecker:
-        return self.basis.with_values(self.totals)
+        return self.block
 
 
 @dataclass
