@@ -14,12 +14,15 @@ import kron_oracle
 import oracle
 import problems
 from lapwing import estimate
-from lapwing.errors import LapwingError, UnsupportedOperationError
+from lapwing.errors import DataError, LapwingError, ParameterError, UnsupportedOperationError
+from lapwing.estimate.kfra import output_sum
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from lapwing.linalg import Kronecker
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import take
-from problems import Net
+from lapwing.tangent.tape import RULES
+from problems import Net, parameter
 from unchanged import unchanged
 
 REFUSED = {
@@ -80,6 +83,7 @@ def one(problem: problems.Problem, n: int = 0) -> list[tuple[Any, Tensor]]:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_equals_kflr_for_one_datum(name: str, sharing: str) -> None:
+    """Claim C07, as the next one."""
     problem = problems.build(name)
     batches = one(problem)
     expected = estimate.kflr(Tangent(problem.model, problem.space), problem.likelihood, batches, sharing=sharing)
@@ -269,3 +273,216 @@ def test_equals_the_recursion_spelled_out(name: str, sharing: str) -> None:
     if name == "mlp":
         exact = estimate.kflr(Tangent(model), likelihood, [(x, y)], sharing=sharing).dense()
         assert (found - exact).abs().max() > 1e-3 * exact.abs().max(), "with several data points the two differ"
+
+
+def test_residual_sums_keep_what_is_between_their_branches() -> None:
+    """z = h + c(tanh(b(h))): M of (h, branch) is propagated as one matrix, E[T_n^T M T_n] for every step."""
+    torch.manual_seed(2)
+    parts = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 3), "c": nn.Linear(3, 4), "out": nn.Linear(4, 3)}
+    model = Net(lambda m, x: m.out((h := m.a(x)) + m.c(torch.tanh(m.b(h)))), **parts).double()
+    x, y = torch.randn(6, 3).double(), torch.tensor([0, 1, 2, 0, 1, 1])
+    f, h = model(x).detach(), parts["a"](x).detach()
+    slope = 1 - torch.tanh(parts["b"](h).detach()) ** 2
+    W = {name: layer.weight.detach() for name, layer in parts.items()}
+    eye, count = torch.eye(4).double(), len(x)
+    G = {
+        "out": total(oracle.output_hessian(Categorical(), f[n : n + 1], y[n : n + 1])[0] for n in range(count)) / count
+    }
+    z = W["out"].T @ G["out"] @ W["out"]
+    both = torch.cat([eye, eye], 1)  # z = h + c's output
+    M = both.T @ z @ both
+    G["c"] = M[4:, 4:]
+    T = torch.block_diag(eye, W["c"])
+    M = T.T @ M @ T
+    steps = [torch.block_diag(eye, slope[n].diag()) for n in range(count)]
+    M = total(T.T @ M @ T for T in steps) / count
+    G["b"] = M[4:, 4:]
+    T = torch.cat([eye, W["b"]])
+    G["a"] = T.T @ M @ T
+    inputs = {
+        "a": x,
+        "b": h,
+        "c": torch.tanh(parts["b"](h).detach()),
+        "out": h + parts["c"](torch.tanh(parts["b"](h))).detach(),
+    }
+    found = estimate.kfra(Tangent(model), Categorical(), [(x[:2], y[:2]), (x[2:], y[2:])])
+    for block in found.blocks:
+        name = block.name.split(".")[0]
+        a = torch.cat([inputs[name], torch.ones(count, 1).double()], 1)
+        assert isinstance(block.curvature, Kronecker)
+        A, rows = block.curvature.factors
+        close(A[0], a.T @ a / count)
+        close(rows[0], count * G[name])
+
+
+# -- any split of the data ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in {*FOLDED, *BATCHWISE}])
+def test_any_split_into_batches_gives_the_same(name: str, sharing: str) -> None:
+    problem = problems.build(name)
+    count = len(problem.y)
+    whole = kfra(problem, sharing=sharing)
+    singly = [batch for n in range(count) for batch in one(problem, n)]
+    parts = [(take(problem.x, part), problem.y[part]) for part in (slice(1, count), slice(0, 1))]
+    close(kfra(problem, singly, sharing=sharing), whole)
+    close(kfra(problem, parts, sharing=sharing), whole)
+    assert torch.linalg.eigvalsh(whole).min() >= -1e-9 * whole.abs().max(), "positive semi-definite"
+
+
+# -- options --------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_those_of_kflr() -> None:
+    problem = problems.build("batch_norm1d")
+    batches, tangent = one(problem), Tangent(problem.model)
+    given: list[dict[str, Any]] = [{"joint_bias": False}, {"dense_limit": 0}, {"factored_damping": True}]
+    for options in given:
+        found = estimate.kfra(tangent, problem.likelihood, batches, **options)
+        expected = estimate.kflr(tangent, problem.likelihood, batches, **options)
+        close(found.dense(), expected.dense())
+        assert [type(b.curvature) for b in found.blocks] == [type(b.curvature) for b in expected.blocks]
+        close(found.with_prior(0.7).logdet(), expected.with_prior(0.7).logdet())
+    with pytest.raises(ParameterError, match="unknown option 'shared'"):
+        estimate.kfra(tangent, problem.likelihood, batches, shared="expand")
+
+
+def test_cotangents_stand_for_the_output_hessian() -> None:
+    problem = problems.build("mlp")
+    tangent = Tangent(problem.model)
+    exact = kfra(problem)
+    close(kfra(problem, cotangents=estimate.fisher), exact)
+    for cotangents in (estimate.monte_carlo(20), estimate.projections(20)):
+        generator = torch.Generator().manual_seed(0)
+        draws = [
+            estimate.kfra(tangent, problem.likelihood, problem.batches, cotangents=cotangents, generator=generator)
+            for _ in range(100)
+        ]
+        dense = torch.stack([draw.dense() for draw in draws])
+        error = dense.std(0) / len(draws) ** 0.5
+        assert bool(((dense.mean(0) - exact).abs() <= 4.5 * error + 1e-12).all())
+        again = estimate.kfra(
+            tangent,
+            problem.likelihood,
+            problem.batches,
+            cotangents=cotangents,
+            generator=torch.Generator().manual_seed(0),
+        )
+        assert torch.equal(again.dense(), draws[0].dense())
+
+
+@pytest.mark.parametrize(
+    "likelihood", [Bernoulli(), Gaussian(0.3), Categorical()], ids=lambda each: type(each).__name__
+)
+def test_diagonal_output_hessians_are_never_spelled_out(likelihood: Likelihood) -> None:
+    f = torch.randn(5, 4, 3).double()
+    y = likelihood.sample(f)
+    found = output_sum(likelihood, f, y, estimate.exact, None, 2**20)
+    assert found.dim() == (2 if isinstance(likelihood, Categorical) else 1)
+    expected = total(oracle.output_hessian(likelihood, f[n : n + 1], y[n : n + 1])[0] for n in range(5))
+    close(found if found.dim() == 2 else found.diag(), expected)
+
+
+def test_float32_inference_mode_and_inputs_that_require_gradients() -> None:
+    problem = problems.build("residual")
+    expected = kfra(problem)
+    x = problem.x.clone().requires_grad_()
+    tangent = Tangent(problem.model, differentiable=True)
+    found = estimate.kfra(tangent, problem.likelihood, [(x, problem.y)])
+    close(found.dense(), expected)
+    assert not found.dense().requires_grad
+    with torch.inference_mode():
+        close(kfra(problem).clone(), expected)
+    single = problems.build("residual", dtype=torch.float32)
+    model = single.model.float()
+    low = estimate.kfra(Tangent(model), problem.likelihood, [(problem.x.float(), problem.y)]).dense()
+    model.double()
+    assert low.dtype == torch.float32
+
+
+# -- entrywise operations -------------------------------------------------------------------------------------------
+
+
+def test_gates_multiply_entry_by_entry() -> None:
+    """Products of two tensors that depend on parameters; the gate's own activation is a step of its own."""
+    torch.manual_seed(3)
+    parts = {"a": nn.Linear(3, 4), "b": nn.Linear(3, 4), "out": nn.Linear(4, 2)}
+    model = Net(lambda m, x: m.out(m.a(x) * torch.sigmoid(m.b(x))), **parts).double()
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    W, gate, value = parts["out"].weight.detach(), torch.sigmoid(parts["b"](x)).detach(), parts["a"](x).detach()
+    G, slope = W.T @ W, gate * (1 - gate)
+    expected = {
+        "a.weight": G * (gate.T @ gate),
+        "b.weight": G * (value.T @ value) * (slope.T @ slope) / len(x),
+    }
+    for block in estimate.kfra(Tangent(model), Gaussian(), [(x, y)]).blocks:
+        if block.name in expected:
+            assert isinstance(block.curvature, Kronecker)
+            close(block.curvature.factors[1][0], expected[block.name])
+    single = [(x[:1], y[:1])]
+    found, exact = (method(Tangent(model), Gaussian(), single).dense() for method in (estimate.kfra, estimate.kflr))
+    close(found, exact)
+
+
+def test_an_activation_without_a_rule_proves_itself() -> None:
+    assert torch.special.erfcx not in RULES
+    model = Net(lambda m, x: m.b(torch.special.erfcx(m.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 2)).double()
+    x, y = torch.randn(1, 3).double(), torch.tensor([1])
+    found, exact = (
+        method(Tangent(model), Categorical(), [(x, y)]).dense() for method in (estimate.kfra, estimate.kflr)
+    )
+    close(found, exact)
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refused(body: Any, match: str, x: Any = None, batches: Any = None, **members: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3).double() if x is None else x
+    model = Net(body, **members).double()
+    batches = batches or [(x, torch.zeros(4, dtype=torch.long))]
+    with unchanged(model), pytest.raises(UnsupportedOperationError, match=match):
+        estimate.kfra(Tangent(model), Categorical(), batches)
+
+
+def test_refuses_jacobians_that_differ_between_data_points() -> None:
+    layers = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 4)}
+    refused(lambda m, x: m.a(x).gather(1, (x > 0).long()), "'gather'.*differs between data points", **layers)
+    refused(lambda m, x: m.a(x).softmax(1), "'softmax'.*mixes entries", **layers)
+    refused(lambda m, x: m.a(x).sort(1)[0], "'sort'.*differs", **layers)
+    refused(lambda m, x: (m.a(x).unsqueeze(1) @ m.b(m.a(x)).unsqueeze(2)).flatten(1), "multiplies 2", **layers)
+    refused(lambda m, x: (x.unsqueeze(2) @ m.a(x)[:, None]).flatten(1), "matmul.*differs between", **layers)
+    refused(lambda m, x: torch.linalg.norm(m.a(x), dim=1, keepdim=True), "norm", **layers)
+
+
+def test_refuses_a_weight_of_several_kinds() -> None:
+    refused(lambda m, x: (x @ m.w) * m.w.sum(0), "'w' is used by operations of different kinds", w=parameter(3, 3))
+
+
+def test_refuses_data_that_takes_another_way() -> None:
+    def body(m, x):
+        return m.b(m.a(x)) if float(x[0, 0]) > 0 else m.a(x)
+
+    x, y = torch.tensor([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]]).double(), torch.zeros(1, dtype=torch.long)
+    batches = [(x[:1], y), (x[1:], y)]
+    refused(body, "batch 1: .*another way", batches=batches, a=nn.Linear(3, 2), b=nn.Linear(2, 2))
+
+
+def test_refuses_samples_that_depend_on_each_other() -> None:
+    model = Net(lambda m, x: m.b(torch.tanh((h := m.a(x)) - h.mean(0))), a=nn.Linear(3, 4), b=nn.Linear(4, 2)).double()
+    with pytest.raises(LapwingError, match="depend"):
+        estimate.kfra(Tangent(model), Categorical(), [(torch.randn(4, 3).double(), torch.zeros(4, dtype=torch.long))])
+
+
+def test_refuses_a_matrix_beyond_the_budget() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).double()
+    batch = torch.randn(2, 1, 8, 8).double(), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(UnsupportedOperationError, match=r"144 x 144 entries.*'conv2d' at or after '0\.weight'.*kfac"):
+        estimate.kfra(Tangent(model, budget=2**16), Categorical(), [batch])
+
+
+def test_refuses_an_empty_loader() -> None:
+    with pytest.raises(DataError, match="no batch"):
+        estimate.kfra(Tangent(nn.Linear(2, 2)), Categorical(), [])

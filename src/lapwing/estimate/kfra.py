@@ -15,7 +15,7 @@ Memory: d^2 for each activation, and for each pair of branches that run side by 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from torch import Tensor
 from lapwing.errors import DataError, ParameterError, UnsupportedOperationError
 from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.factors import Accumulator
-from lapwing.estimate.kfra_layers import Member, Weight, biases_apart, weights
-from lapwing.estimate.kfra_steps import ALTERNATIVES, probe
+from lapwing.estimate.kfra_layers import Weight, biases_apart, weights
+from lapwing.estimate.kfra_places import ALTERNATIVES
+from lapwing.estimate.kfra_pool import MaxPool
+from lapwing.estimate.kfra_steps import probe
 from lapwing.estimate.kfra_structure import Structure, structure
 from lapwing.estimate.kfra_walk import walk_back
 from lapwing.estimate.kronecker import KroneckerOptions, collect
@@ -56,9 +58,11 @@ def kfra(
             "a sub-network given by a mask cuts through weights, which a Kronecker block cannot follow; expected whole "
             "tensors. Select by name or module, or use a full, block or diagonal structure."
         )
+    if tangent.differentiable:  # a curvature is no function of the inputs
+        tangent = replace(tangent, differentiable=False)
     found: _Pass | None = None
     for number, batch in enumerate(batches):
-        with _named(number):
+        with _named(number), torch.inference_mode(False):
             x, y = pair(batch)
             if found is None:
                 found = _Pass.begin(tangent, x, settings)
@@ -67,7 +71,8 @@ def kfra(
         raise DataError(
             "the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last."
         )
-    return found.end()
+    with torch.inference_mode(False):
+        return found.end()
 
 
 @dataclass
@@ -171,18 +176,18 @@ class Ready(Accumulator):
 def _check_sizes(found: Structure) -> None:
     """One matrix per value on the way back has to fit the budget."""
     like, budget = found.frame.like, found.tangent.budget
-    for number, step in found.steps.items():
-        for value in (*found.tape.nodes[number].outs, *step.inputs):
-            if value is None:
-                continue
-            d = found.frame.place[value].size
-            if d * d * like.element_size() > budget:
-                raise UnsupportedOperationError(
-                    f"kfra needs a matrix of {d} x {d} entries ({d * d * like.element_size() / 2**20:.0f} MiB) beside "
-                    f"'{found.tape.nodes[number].name}', whose tensor of shape {list(value.shape[1:])} has {d} entries "
-                    f"per data point; the budget is {budget / 2**20:.0f} MiB. {ALTERNATIVES} Or give a larger "
-                    "Tangent.budget."
-                )
+    for number, step in sorted(found.steps.items()):
+        node = found.tape.nodes[number]
+        sizes = [found.frame.place[v].size for v in (*node.outs, *step.inputs) if v is not None]
+        d = max(*sizes, step.at.numel() if isinstance(step, MaxPool) else 0)
+        if d * d * like.element_size() > budget:
+            before = [use for at, use in sorted(found.uses.items()) if at <= number]
+            layer = sorted(before[-1].sources[0].names)[0] if before else "the first layer"
+            raise UnsupportedOperationError(
+                f"kfra needs a matrix of {d} x {d} entries ({d * d * like.element_size() / 2**20:.0f} MiB) for the {d} "
+                f"entries per data point of '{node.name}' at or after '{layer}'; expected at most "
+                f"{budget / 2**20:.0f} MiB, the budget. {ALTERNATIVES} Or give a larger Tangent.budget."
+            )
 
 
 # -- the outputs ----------------------------------------------------------------------------------------------------
@@ -209,7 +214,9 @@ def output_sum(
     diagonal = likelihood.hessian_diagonal(value, y).detach()
     v = probe(value.numel(), 0, value.device).reshape(value.shape).to(value.dtype)
     along = likelihood.hessian_mv(value, y, v).detach()
-    if torch.equal(along, diagonal * v):
+    expected = diagonal * v
+    rounding = 8 * torch.finfo(value.dtype).eps * expected.abs().max()
+    if bool(((along - expected).abs() <= rounding).all()):
         return diagonal.sum(0).flatten()
     total = value.new_zeros(size, size)
     at = likelihood.to_last(torch.arange(size, device=value.device).reshape(1, *value.shape[1:]))
@@ -219,6 +226,3 @@ def output_sum(
         H = likelihood.psd_hessian(value[part], y[part]).detach().sum(0).reshape(len(at), at.shape[1], at.shape[1])
         total[at[:, :, None], at[:, None, :]] += H
     return total
-
-
-__all__ = ["Member", "kfra"]

@@ -10,14 +10,16 @@ and N times that is the sum over data which `kflr` would have. Uses of one weigh
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperationError
 from lapwing.estimate.factors import Matrix, role_of
-from lapwing.estimate.kfra_steps import ALTERNATIVES, Batch, Place, refuse
-from lapwing.estimate.kfra_structure import Structure, use_of
+from lapwing.estimate.kfra_places import ALTERNATIVES, Batch, Place, refuse
+from lapwing.estimate.kfra_structure import Structure
+from lapwing.estimate.kfra_uses import without_bias
 from lapwing.estimate.kronecker import KroneckerOptions, _is_matrix, _upright, name_of
 from lapwing.linalg import DenseRows, LookupRows, OuterRows, Piece
 from lapwing.linalg.rows import chunks, connected
@@ -47,11 +49,12 @@ class Member:
         like = self.structure.frame.like
         zero = like.expand(1, *self.home.batched(batch))
         (piece, *_) = use.pieces(zero, self._samples(use, batch), like.dtype, _no_derived)
-        assert not isinstance(piece, DenseRows)
+        if isinstance(piece, DenseRows):
+            _no_derived()
         return replace(piece, left=piece.left[:0])
 
     def watched(self, batch: Batch) -> OuterRows | LookupRows:
-        use = use_of(batch.tape.nodes[self.number], self.structure.tangent)
+        use = self.structure.frame.sources.use(batch.tape.nodes[self.number])
         assert isinstance(use, (Contraction, Lookup))
         if isinstance(use, Contraction) and isinstance(self.use, Contraction) and self.use.bias is None:
             use = without_bias(use)
@@ -73,18 +76,8 @@ class Member:
         split = self._samples(self.use, 1).split(self.use.positions(index), lead=1, features=self.use.features)[0, 0]
         return split if split.dim() == 3 else split.unsqueeze(1)
 
-    def shares(self, count: int) -> Tensor | None:
-        """How many data points use the weight at each position, where that is not all of them."""
-        return self.seen if self.seen is not None else None
 
-
-def without_bias(use: Contraction) -> Contraction:
-    found = replace(use, bias=None)
-    found.shape, found.edge = use.shape, use.edge
-    return found
-
-
-def _no_derived(*_: object) -> list[Piece]:
+def _no_derived(*_: object) -> NoReturn:
     raise UnsupportedOperationError(
         "a weight is made from parameters by another operation before it meets the data, so that its curvature is no "
         f"Kronecker product. {ALTERNATIVES}"
@@ -109,8 +102,8 @@ class Weight:
         pieces: list[Piece] = [member.watched(batch) for member in self.members]
         for member, piece in zip(self.members, pieces, strict=True):
             role = role_of(piece, self.block.layout)
-            assert role is not None, "the grouping puts only such uses here"
-            self.roles[member.out] = role
+            if role is None or self.roles.setdefault(member.out, role) != role:
+                raise refuse(member.use.operation, "it uses another part of its weight than in the first batch")
         self.block.add(pieces, first=True)
 
     def arrived(self, first: Member, second: Member, G: Tensor, count: int) -> None:
@@ -130,8 +123,8 @@ class Weight:
 def _same_position(G: Tensor, place: Tensor, shares: Tensor, budget: int) -> Tensor:
     """sum_t shares[t] G[(t, k, o), (t, k, o')], [K, O, O]."""
     positions, groups, rows = place.shape
-    if positions == groups == 1:
-        return shares * G[place[0, 0]][:, place[0, 0]].unsqueeze(0)
+    if rows == len(G) and torch.equal(place.flatten(), torch.arange(rows, device=place.device)):
+        return shares * G.unsqueeze(0)  # no position and no group but one
     total = G.new_zeros(groups, rows, rows)
     for part in chunks(positions, 4 * groups * rows**2 * G.element_size(), budget):
         at = place[part]

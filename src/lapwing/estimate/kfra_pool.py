@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.estimate.kfra_steps import Batch, Frame, Second, Step, refuse
+from lapwing.estimate.kfra_places import Batch, Frame, refuse
+from lapwing.estimate.kfra_steps import Second, Step
 from lapwing.estimate.symmetric import GramSum
 from lapwing.tangent.convolution import as_tuple
 from lapwing.tangent.squares import Selection, register

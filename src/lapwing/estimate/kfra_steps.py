@@ -19,80 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.errors import UnsupportedOperationError
+from lapwing.estimate.kfra_places import Batch, Frame, refuse
 from lapwing.estimate.symmetric import GramSum
 from lapwing.linalg.rows import chunks
-from lapwing.tangent.tape import Node, Tape, Value
-
-ALTERNATIVES = (
-    "Use estimate.kflr or kfac (a Kronecker structure that propagates nothing), or estimate.propagated_diagonal, which "
-    "follows every operation."
-)
-
-
-def refuse(name: str, found: str) -> UnsupportedOperationError:
-    return UnsupportedOperationError(
-        f"kfra cannot pass curvature through '{name}': {found}; expected operations whose Jacobian is the same for "
-        "every data point (linear, convolution, reshape, average, sum, batch_norm in eval mode), entrywise ones, or "
-        f"max-pooling. {ALTERNATIVES}"
-    )
-
-
-@dataclass(frozen=True)
-class Place:
-    """How samples lie in a tensor: along `axis`, None where it depends on parameters alone; `size` entries of each.
-
-    `folded` marks an axis that also holds something else.
-    """
-
-    shape: torch.Size
-    axis: int | None
-    folded: bool = False
-
-    @property
-    def size(self) -> int:
-        return self.shape.numel()
-
-    def batched(self, batch: int) -> torch.Size:
-        """The shape for a batch."""
-        if self.axis is None:
-            return self.shape
-        return torch.Size(n * batch if i == self.axis else n for i, n in enumerate(self.shape))
-
-    def rows(self, values: Tensor, batch: int, name: str) -> Tensor:
-        """[B, d], or [1, d] for what is the same for all."""
-        values = values.expand(self.batched(batch))
-        if self.axis is None or batch == 1:
-            return values.reshape(1, -1)
-        self.check(batch, name)
-        return values.movedim(self.axis, 0).reshape(batch, -1)
-
-    def check(self, batch: int, name: str) -> None:
-        if self.folded and batch > 1:
-            raise refuse(name, f"samples share axis {self.axis} of a tensor with other positions")
-
-    def repeated(self, one: Tensor, batch: int, name: str) -> Tensor:
-        """One sample's values, the same for all."""
-        self.check(batch, name)
-        return one.reshape(self.shape).expand(self.batched(batch))
-
-
-@dataclass(frozen=True, eq=False)
-class Frame:
-    """What all steps share: places of the values of the structural tape, the dtype and device of sums, the budget."""
-
-    place: Mapping[Value, Place]
-    like: Tensor
-    budget: int
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """A recorded batch beside the structural tape: `value[v]` is what v is here."""
-
-    tape: Tape
-    size: int
-    value: Mapping[Value, Value]
+from lapwing.tangent.tape import Node, Value
 
 
 class Step(ABC):

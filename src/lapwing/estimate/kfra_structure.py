@@ -15,30 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperationError
+from lapwing.estimate.kfra_places import ALTERNATIVES, Batch, Frame, Place, refuse
 from lapwing.estimate.kfra_pool import POOLS, max_pool
-from lapwing.estimate.kfra_steps import (
-    ALTERNATIVES,
-    Batch,
-    Frame,
-    Place,
-    Scaled,
-    Slopes,
-    Smooth,
-    Step,
-    probe,
-    refuse,
-    slope_in,
-)
+from lapwing.estimate.kfra_steps import Scaled, Slopes, Smooth, Step, probe, slope_in
+from lapwing.estimate.kfra_uses import Sources, roots, running, terms, without_bias
 from lapwing.tangent import Tangent, rules
 from lapwing.tangent.inputs import batch_size, map_tensors, take
-from lapwing.tangent.operations import flat
-from lapwing.tangent.record import whole_aliases
-from lapwing.tangent.rules import RULES as USES
-from lapwing.tangent.rules import Call
-from lapwing.tangent.sources import Alias, Derived, Source, view_alias
+from lapwing.tangent.sources import Alias
 from lapwing.tangent.squares import Entrywise, slopes
-from lapwing.tangent.tape import Node, Tape, Value, _swap, record
-from lapwing.tangent.uses import Broadcast, Contraction, Lookup, Use
+from lapwing.tangent.tape import Node, Tape, Value, record
+from lapwing.tangent.uses import Contraction, Lookup
 
 _PRELUS = frozenset((F.prelu, torch.prelu, Tensor.prelu))
 _NORMS = frozenset((F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm, F.rms_norm))
@@ -81,7 +67,9 @@ def structure(tangent: Tangent, x: Any, split: Callable[[Structure], Collection[
         )
     place = {v: _place(v, value[v]) for v in value}
     like = torch.zeros((), dtype=tangent.space.dtype, device=tangent.space.device)
-    builder = _Builder(tangent, tape, double, Frame(place, like, tangent.budget), {w: v for v, w in value.items()})
+    builder = _Builder(
+        tangent, tape, double, Frame(place, like, tangent.budget, Sources.of(tangent)), {w: v for v, w in value.items()}
+    )
     found = builder.build(())
     apart = split(found)
     return builder.build(apart) if apart else found
@@ -119,36 +107,6 @@ def _paired(tape: Tape, other: Tape) -> dict[Value, Value] | None:
     return value
 
 
-def use_of(node: Node, tangent: Tangent) -> Use | None:
-    """The use that an operation makes of parameters (or views of them) as weights."""
-    rule = USES.get(node.function)
-    if rule is None or (not node.args and not node.kwargs):
-        return None
-    given = node.given
-    known = {id(given[i]): source for i, v in node.inputs.items() if (source := alias_of(given[i], v, tangent))}
-    left = iter(given)
-    (out,) = node.outs
-    assert out is not None
-    args, kwargs = _swap(node.args, left), _swap(node.kwargs, left)
-    use = rule(Call(node.function, args, kwargs, torch.empty(out.shape, device="meta"), lambda t: known.get(id(t))))
-    if use is not None:
-        use.shape, use.edge = out.shape, out.edge
-    return use
-
-
-def alias_of(tensor: Tensor, value: Value, tangent: Tangent) -> Alias | None:
-    whole = whole_aliases(tangent.space)
-    if value.parameter is not None:
-        return whole[value.parameter]
-    at = tensor.untyped_storage().data_ptr()
-    for name, parameter in tangent.parameters.items():
-        if parameter.untyped_storage().data_ptr() == at:
-            found = view_alias(tensor, parameter, whole[name])
-            if found is not None:
-                return found
-    return None
-
-
 # -- from nodes to steps --------------------------------------------------------------------------------------------
 
 
@@ -175,10 +133,10 @@ class _Builder:
 
     def _step(self, number: int, node: Node, apart: bool, uses: dict[int, Contraction | Lookup]) -> Step:
         rule, function = node.rule, node.function
-        if USES.get(function) in _PRODUCTS or function in _CONVOLUTIONS:
+        if rules.RULES.get(function) in _PRODUCTS or function in _CONVOLUTIONS:
             return self._product(number, node, apart, uses)
         if function is F.embedding and self._samples(node):
-            use = use_of(node, self.tangent)
+            use = self.frame.sources.use(node)
             if isinstance(use, Lookup):
                 uses[number] = use
                 return self._fixed(node, [])
@@ -203,11 +161,11 @@ class _Builder:
 
     def _product(self, number: int, node: Node, apart: bool, uses: dict[int, Contraction | Lookup]) -> Step:
         given = node.given
-        weights = {i: v for i, v in node.inputs.items() if alias_of(given[i], v, self.tangent) is not None}
+        weights = {i: v for i, v in node.inputs.items() if self.frame.sources.alias(given[i], v) is not None}
         data = list(dict.fromkeys(v for i, v in node.inputs.items() if i not in weights))
         made = next((v for v in data if self.frame.place[v].axis is None), None)
         if made is not None:
-            names = sorted(_roots(made))
+            names = sorted(roots(made))
             raise refuse(
                 node.name,
                 f"its weight is made from {names} by another operation before it meets the data, so that its "
@@ -215,17 +173,17 @@ class _Builder:
             )
         if len(data) > 1:
             raise refuse(node.name, f"it multiplies {len(data)} tensors that depend on parameters")
-        use = use_of(node, self.tangent) if weights else None
+        use = self.frame.sources.use(node) if weights else None
         if not weights:
             return self._fixed(node, data)
         covered = set() if use is None else {name for source in use.sources for name in source.names}
-        missed = sorted({v.parameter or node.name for v in weights.values() if not _roots(v) <= covered})
+        missed = sorted({v.parameter or node.name for v in weights.values() if not roots(v) <= covered})
         if not isinstance(use, Contraction) or missed:
             raise refuse(node.name, f"no rule says how it uses {missed or 'its weights'}")
         bias = None if use.bias is None else self._bias(node, given, use)
         joined = use.weight is not None and self._joined(use)
         if use.weight is not None:
-            uses[number] = use.without(use.bias.names) if apart and use.bias is not None else use  # pyright: ignore
+            uses[number] = without_bias(use) if apart else use
         scaled = [bias] if bias is not None and (apart or not joined) else []
         step = self._fixed(node, data, trusted=use.weight is not None)
         step.scaled, step.slopes = scaled, lambda node, batch: [None] * len(scaled)
@@ -237,7 +195,9 @@ class _Builder:
 
     def _bias(self, node: Node, given: Sequence[Tensor], use: Contraction) -> Scaled:
         number = next(
-            i for i, v in node.inputs.items() if alias_of(given[i], v, self.tangent) == use.bias and given[i].dim() == 1
+            i
+            for i, v in node.inputs.items()
+            if self.frame.sources.alias(given[i], v) == use.bias and given[i].dim() == 1
         )
         value, (out,) = node.inputs[number], node.outs
         assert out is not None
@@ -296,13 +256,11 @@ class _Builder:
 
     def _channelwise(self, node: Node) -> Step:
         """Normalisations and PReLU: a weight and a bias that are broadcast over y."""
-        tracked = _slot(node, 0)
-        data = [tracked] if tracked is not None else []
-        fixed = node.function is F.batch_norm or _running(node)
+        data = [node.inputs[0]] if 0 in node.inputs else []
+        fixed = node.function is F.batch_norm or running(node)
         if data and not fixed and node.function not in _PRELUS:
             raise refuse(node.name, "it divides by a deviation of its own entries")
-        terms = _terms(node)
-        scaled = [Scaled(value, view) for value, view, _ in terms]
+        scaled = [Scaled(value, view) for value, view, _ in terms(node)]
         through = data if node.function in _PRELUS else []
         scaled = [Scaled(v, tuple(v.shape)) for v in through] + scaled
 
@@ -311,49 +269,6 @@ class _Builder:
             assert out is not None
             ones = [torch.ones(out.shape, dtype=out.dtype, device=self.frame.like.device)] if through else []
             direct = [dict(node.pull(ones))[batch.value[v]] for v in through]
-            return [*direct, *(None if factor is None else factor() for _, _, factor in _terms(node))]
+            return [*direct, *(None if factor is None else factor() for _, _, factor in terms(node))]
 
         return Smooth(node, self.frame, [] if through else data, scaled, found)
-
-
-def _slot(node: Node, number: int) -> Value | None:
-    """The value that is read as the first tensor, if it is tracked."""
-    return node.inputs.get(number)
-
-
-def _running(node: Node) -> bool:
-    """Whether instance_norm uses running statistics, as batch_norm does."""
-    if node.function is not F.instance_norm:
-        return False
-    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
-    return (dict(zip(names, node.args, strict=False)) | node.kwargs).get("use_input_stats") is False
-
-
-def _terms(node: Node) -> list[tuple[Value, tuple[int, ...], Callable[[], Tensor] | None]]:
-    """(parameter, how it is broadcast, its factor) of every tracked argument but the first."""
-    given = node.given
-    held: dict[int, Source] = {}
-    for i, v in node.inputs.items():
-        if i > 0:
-            held[id(given[i])] = Derived(frozenset(_roots(v)), v.edge, v.shape, v.dtype)
-    owner = {id(held[id(given[i])]): v for i, v in node.inputs.items() if i > 0}
-    left = iter(given)
-    (out,) = node.outs
-    assert out is not None
-    args, kwargs = _swap(node.args, left), _swap(node.kwargs, left)
-    call = Call(node.function, args, kwargs, torch.empty(out.shape, device="meta"), lambda t: held.get(id(t)))
-    use = USES[node.function](call) if held else None
-    if held and (not isinstance(use, Broadcast) or len(use.terms) != len(held)):
-        raise refuse(node.name, "no rule says how it uses its parameters")
-    return [] if not isinstance(use, Broadcast) else [(owner[id(s)], tuple(view), f) for s, view, f in use.terms]
-
-
-def _roots(value: Value) -> set[str]:
-    """The parameters that a value was made from."""
-    if value.parameter is not None:
-        return {value.parameter}
-    assert value.node is not None
-    return {name for source in value.node.sources for name in _roots(source)}
-
-
-__all__ = ["Structure", "flat", "structure", "use_of"]
