@@ -7,16 +7,18 @@ inputs like those of `diagonal`:
     M = diag(m) = sum_j c_j c_j^T,  c_j = sqrt(m_j) e_j;        diag(H_w) = sum_n sum_j (J_w^T c_j)[w]^2
 
 so that nothing more is dropped, however wide the layers before the bottleneck are: the number of columns stays d (the
-source's version of section 3 goes back to variances there). Networks with few outputs are exact altogether, and those
-without a bottleneck are propagated altogether.
+source, section 3, goes back to variances there). Networks with few outputs are exact altogether, and those without a
+bottleneck are propagated altogether. With `exact_bottleneck`, M is the d x d matrix J^T H J of what lies behind the
+bottleneck, by products with its d unit vectors: everything before the bottleneck is then exact.
 
-Cost: that of `propagated_diagonal`, and d <= `columns` backward passes through what lies before the bottleneck.
-Memory: a chunk of columns within the budget.
+Cost: that of `propagated_diagonal`, and d <= `columns` backward passes through what lies before the bottleneck; with
+`exact_bottleneck`, about 4 d passes through what lies behind it too. Memory: a chunk of columns within the budget.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +32,7 @@ from lapwing.estimate.passes import Batches, _named, observe, pair
 from lapwing.estimate.propagated import add_squares, collect, variances, walk
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Diagonal
-from lapwing.linalg.rows import chunks
 from lapwing.tangent import Linearisation, Tangent
-from lapwing.tangent.tape import Tape
 from lapwing.tangent.tape_cuts import Cut, Known, find_cut, record_both
 
 COLUMNS = 32
@@ -47,15 +47,22 @@ def mixed_diagonal(
     cotangents: Cotangents = exact,
     generator: torch.Generator | None = None,
     columns: int = COLUMNS,
+    exact_bottleneck: bool = False,
 ) -> Diagonal:
-    """The diagonal of the GGN or Fisher, exact wherever at most `columns` columns suffice, propagated elsewhere.
+    """The diagonal of the GGN or Fisher: exact columns where at most `columns` suffice, propagated variances elsewhere.
 
-    `columns` bounds the cost: 0 is `propagated_diagonal`, and as many as there are outputs is `diagonal`.
+    `columns` bounds the cost: 0 is `propagated_diagonal`, and as many as there are outputs is `diagonal`. Variances
+    that come through a trained decoder can be far too small; `exact_bottleneck` makes up for it at a cost.
     """
     if columns < 0:
         raise DataError(f"columns is {columns}; expected how many exact columns are allowed: 0, or a positive number.")
+    if exact_bottleneck and cotangents is not exact:
+        raise DataError(
+            "exact_bottleneck forms J^T H J with the exact Hessian at the outputs; expected cotangents=exact. Leave "
+            "one of the two out."
+        )
     tangent = replace(tangent, differentiable=False) if tangent.differentiable else tangent
-    mixed = _Mixed.empty(tangent, likelihood, cotangents, generator, columns)
+    mixed = _Mixed.empty(tangent, likelihood, cotangents, generator, columns, exact_bottleneck)
     empty = True
     for number, batch in enumerate(batches):
         empty = False
@@ -71,13 +78,15 @@ def mixed_diagonal(
 
 @dataclass
 class _Mixed:
-    """The two sums of one pass over the data. `taped` remembers that the last batch had too many outputs."""
+    """The two sums of one pass over the data. `taped` remembers that the last batch had too many outputs, and `known`
+    which entries of a bottleneck belong to which data point."""
 
     tangent: Tangent
     likelihood: Likelihood
     cotangents: Cotangents
     generator: torch.Generator | None
     limit: int
+    whole: bool
     propagated: Float[Tensor, " total"]
     exactly: SquareSum
     taped: bool = False
@@ -85,12 +94,18 @@ class _Mixed:
 
     @staticmethod
     def empty(
-        tangent: Tangent, likelihood: Likelihood, cotangents: Cotangents, generator: torch.Generator | None, limit: int
+        tangent: Tangent,
+        likelihood: Likelihood,
+        cotangents: Cotangents,
+        generator: torch.Generator | None,
+        limit: int,
+        whole: bool,
     ) -> _Mixed:
         space = tangent.space
         options = {"dtype": space.dtype, "device": space.device}
-        total = SquareSum(torch.zeros(space.size, **options), tangent.budget)
-        return _Mixed(tangent, likelihood, cotangents, generator, limit, torch.zeros(space.total, **options), total)
+        exactly = SquareSum(torch.zeros(space.size, **options), tangent.budget)
+        variances = torch.zeros(space.total, **options)
+        return _Mixed(tangent, likelihood, cotangents, generator, limit, whole, variances, exactly)
 
     def add(self, x: Any, y: Tensor, batches: Batches) -> None:
         tape = None
@@ -114,7 +129,7 @@ class _Mixed:
         if cut is None:
             add_squares(tape, m, self.tangent, self.propagated)
         else:
-            self._add_through(cut, m, linearisation, tape)
+            self._add_through(cut, m, linearisation, y)
 
     def _few(self, value: Tensor, y: Tensor) -> Columns | None:
         """The columns at the outputs, if they are few enough."""
@@ -125,29 +140,36 @@ class _Mixed:
         return columns if columns.count <= self.limit else None
 
     @torch.no_grad()
-    def _add_through(self, cut: Cut, m: Tensor, linearisation: Linearisation, tape: Tape) -> None:
+    def _add_through(self, cut: Cut, m: Tensor, linearisation: Linearisation, y: Tensor) -> None:
         """Variances down to the cut, columns from there on."""
+        tape = cut.tape
         assert tape.output is not None
         held = walk(cut.after, {tape.output: m})
         at_cut = held.pop(cut.value, None)
-        # parameters that no rule for rows covers stay with their variances, before the cut too
-        opaque = list(linearisation.record.opaque)
-        if opaque:
-            whole = torch.zeros_like(self.propagated)
-            add_squares(tape, m, self.tangent, whole)
         held = walk(cut.before, held)  # what is left are functions of parameters alone
         part = torch.zeros_like(self.propagated)
         collect(tape, held, self.tangent, part)
-        starts = self.tangent.space.whole.starts
-        for name in opaque:
-            where = slice(starts[name], starts[name] + tape.parameters[name].shape.numel())
-            part[where] = whole[where]  # pyright: ignore[reportPossiblyUnboundVariable]
+        # parameters that no rule for rows covers stay with their variances, before the cut too
+        if linearisation.record.opaque:
+            everywhere = torch.zeros_like(part)
+            add_squares(tape, m, self.tangent, everywhere)
+            starts = self.tangent.space.whole.starts
+            for name in linearisation.record.opaque:
+                where = slice(starts[name], starts[name] + tape.parameters[name].shape.numel())
+                part[where] = everywhere[where]
         self.propagated += part
-        if at_cut is None:
+        step = self._step(linearisation)
+        if self.whole:
+            hessian = partial(self.likelihood.hessian_mv, linearisation.value, y)
+            values, vectors = torch.linalg.eigh(cut.matrix(linearisation, hessian, step).double())
+            root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+        elif at_cut is not None:
+            root = torch.diag_embed(cut.gather(at_cut.unsqueeze(0))[0].sqrt())
+        else:
             return
-        each = self._step(linearisation)
-        for piece in chunks(cut.width, 1, each):
-            self.exactly.add(cut.pull(linearisation, cut.columns(at_cut, piece)))
+        columns = root.to(m.dtype).permute(2, 0, 1)
+        for start in range(0, cut.width, step):
+            self.exactly.add(cut.pull(linearisation, cut.spread(columns[start : start + step])))
 
     def _step(self, linearisation: Linearisation) -> int:
         """How many cotangents fit into a quarter of the budget, as for the exact diagonal."""

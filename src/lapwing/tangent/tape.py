@@ -240,6 +240,11 @@ class TapeRecorder(TorchFunctionMode):
             with self:
                 return attention(*args, **kwargs)
         given = flat(args, kwargs)
+        if not torch.is_grad_enabled():  # nothing that is made here leads back to a parameter
+            out = func(*args, **kwargs)
+            if any(self._is_data(tensor) or tensor.requires_grad for tensor in given):
+                self._mark(_tensors(out))
+            return out
         found = {number: self.value(tensor, name) for number, tensor in enumerate(given) if tensor.requires_grad}
         inputs = {number: value for number, value in found.items() if value is not None}
         if inputs and func not in self._inside and composite(func) and func not in RULES:

@@ -6,7 +6,7 @@ R cotangents [R, *shape] become factored rows [R, B, ...], one backward pass thr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from lapwing.errors import UnsupportedOperationError
 from lapwing.linalg.rows import DenseRows, Piece, assemble
 from lapwing.tangent.fallback import batched_grad
 from lapwing.tangent.model import Linearisation, Tangent
@@ -25,8 +26,10 @@ from lapwing.tangent.uses import Use
 
 def record_both(tangent: Tangent, x: Any) -> tuple[Linearisation, Tape]:
     """One forward pass at the inputs x with both records: uses of parameters, and every operation."""
-    with TapeRecorder(tangent.parameters, x) as recorder:
-        linearisation = tangent.at(x)
+    with torch.inference_mode(False), torch.enable_grad():
+        recorder = TapeRecorder(tangent.parameters, x)
+        with recorder:
+            linearisation = tangent.at(x)
     return linearisation, recorder.tape(linearisation.output)
 
 
@@ -52,12 +55,47 @@ class Cut:
         """d, the number of columns that hold any matrix over the entries of one data point."""
         return self.entries.shape[1]
 
-    def columns(self, m: Tensor, part: slice) -> Float[Tensor, "r *shape"]:
-        """Column j is sqrt(m) at entry j of every data point, and zero elsewhere."""
-        places = self.entries[:, part].T
-        root = m.flatten().sqrt()
-        spread = root.new_zeros(len(places), root.numel()).scatter_(1, places, root[places])
-        return spread.reshape(-1, *m.shape)
+    def gather(self, values: Float[Tensor, "r *shape"]) -> Float[Tensor, "r batch d"]:
+        """Entry by entry of each data point."""
+        return values.flatten(1)[:, self.entries]
+
+    def spread(self, values: Float[Tensor, "r batch d"]) -> Float[Tensor, "r *shape"]:
+        """The other way round."""
+        flat = values.new_zeros(len(values), self.value.shape.numel())
+        return flat.scatter_(1, self.entries.flatten().expand(len(values), -1), values.flatten(1)).reshape(
+            -1, *self.value.shape
+        )
+
+    def matrix(
+        self, linearisation: Linearisation, hessian: Callable[[Tensor], Tensor], step: int
+    ) -> Float[Tensor, "batch d d"]:
+        """J^T H J of the outputs in the cut, with `hessian` the product of H and a vector: about four passes a column.
+
+        J v is the derivative of J^T u, which is linear in u, along v; `step` columns at a time.
+        """
+        output, dtype = linearisation.output, linearisation.space.dtype
+        unit = torch.eye(self.width, dtype=dtype, device=output.device).unsqueeze(1).expand(-1, linearisation.batch, -1)
+        parts = []
+        try:
+            with torch.enable_grad():
+                u = torch.zeros_like(output, requires_grad=True)
+                (pulled,) = torch.autograd.grad([output], [self.value.edge], [u], create_graph=True)
+            for start in range(0, self.width, step):
+                along = self.spread(unit[start : start + step]).to(pulled.dtype)
+                (pushed,) = batched_grad(pulled, [u], along) if pulled.requires_grad else [None]
+                if pushed is None:  # the outputs do not depend on the cut
+                    return unit.new_zeros(linearisation.batch, self.width, self.width)
+                middle = torch.stack([hessian(v.to(dtype)) for v in pushed])
+                (back,) = batched_grad(output, [self.value.edge], middle.to(output.dtype))
+                assert back is not None
+                parts.append(self.gather(back).to(dtype))
+        except RuntimeError as error:
+            raise UnsupportedOperationError(
+                f"an operation between the bottleneck and the outputs has no second derivative ({error}), which the "
+                "exact matrix at the bottleneck needs; expected plain operations. Leave exact_bottleneck out."
+            ) from error
+        found = torch.cat(parts).permute(1, 0, 2)
+        return (found + found.mT) / 2
 
     def pull(self, linearisation: Linearisation, columns: Float[Tensor, "r *shape"]) -> list[Piece]:
         """Rows of the parameters that are used before the cut, in the flat coordinates of the space."""
