@@ -41,8 +41,9 @@ class BaseLaplace(Weights):
 
     `likelihood` is "regression", "classification", "binary", "poisson", "heteroscedastic", or an object of
     `lapwing.likelihoods`. `estimator` says where curvature comes from: "exact" (the generalised Gauss-Newton, default),
-    "fisher", "mc" (sampled Fisher), "projection" (randomly projected GGN), "empirical" or "hessian"; `backend` does the
-    same with names of `lapwing.curvature`. Other keyword arguments are options of the structure.
+    "fisher", "mc" (sampled Fisher), "projection" (randomly projected GGN), "recursive" (kron alone: propagated in
+    expectation over the data of a fit, for many outputs), "empirical" or "hessian"; `backend` does the same with names
+    of `lapwing.curvature`. Other keyword arguments are options of the structure.
     """
 
     structure: ClassVar[str]

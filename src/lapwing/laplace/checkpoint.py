@@ -164,6 +164,11 @@ def _check(laplace: BaseLaplace, generator: torch.Generator | None, every: int) 
             f"a {name} curvature cannot be fitted with a checkpoint: the {what} of parts do not add up to those of the "
             "whole. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'."
         )
+    if laplace.recipe.source == "recursive":
+        raise OptionError(
+            "a recursive curvature cannot be fitted with a checkpoint: it propagates expectations over all data, and "
+            "those of parts do not add up to them. Expected another estimator: 'mc' or 'exact'."
+        )
     if laplace.recipe.source in RANDOM and generator is None:
         raise OptionError(
             "a Monte-Carlo fit with a checkpoint has no generator; expected one, whose state is kept: "

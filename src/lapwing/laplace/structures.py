@@ -1,7 +1,8 @@
 """Which estimator a structure and a source of curvature mean, and which options it takes.
 
     structure   full, diag, kron, ekfac, blocks, lowrank, gp
-    source      exact (GGN), fisher, mc (sampled Fisher), projection (randomly projected GGN), empirical, hessian
+    source      exact (GGN), fisher, mc (sampled Fisher), projection (randomly projected GGN), recursive (propagated in
+                expectation, kron alone), empirical, hessian
 
 Strings end here: below this module an estimator is a function.
 """
@@ -27,7 +28,7 @@ from lapwing.linalg import Curvature
 from lapwing.tangent import Tangent
 from lapwing.tangent.features import FeatureTangent
 
-SOURCES = ("exact", "fisher", "mc", "projection", "empirical", "hessian")
+SOURCES = ("exact", "fisher", "mc", "projection", "recursive", "empirical", "hessian")
 RANDOM = ("mc", "projection")
 """Sources that draw, `mc_samples` times for every data point."""
 AnyTangent = Tangent | FeatureTangent
@@ -77,6 +78,11 @@ class Recipe:
                 f"the exact Hessian has no {self.structure!r} structure; expected one of {sorted(_HESSIAN)}. Use "
                 "estimator='exact' (the generalised Gauss-Newton)."
             )
+        if self.source == "recursive" and self.structure != "kron":
+            raise OptionError(
+                f"the recursive estimator has no {self.structure!r} structure; expected 'kron', whose output factors "
+                "it propagates. Use estimator='exact', or hessian_structure='kron'."
+            )
 
     def __call__(
         self,
@@ -92,7 +98,9 @@ class Recipe:
             return estimate.hessian(tangent, likelihood, batches, structure=_HESSIAN[self.structure])
         table = _CLOSED if isinstance(tangent, FeatureTangent) else _GENERAL
         options = {"basis": added_to} if self.structure == "ekfac" and added_to is not None else self.options
-        estimator = partial(table[self.structure], **options)
+        # of a last layer alone the recursion is its start, the exact mean
+        recursive = self.source == "recursive" and table is _GENERAL
+        estimator = partial(estimate.kfra if recursive else table[self.structure], **options)
         return estimator(tangent, likelihood, batches, cotangents=self._cotangents(), generator=generator)
 
     def _cotangents(self) -> Callable:
@@ -100,7 +108,7 @@ class Recipe:
             return estimate.monte_carlo(self.draws)
         if self.source == "projection":
             return estimate.projections(self.draws, self.distribution)
-        return {"exact": estimate.exact, "fisher": estimate.fisher, "empirical": observed}[self.source]
+        return {"fisher": estimate.fisher, "empirical": observed}.get(self.source, estimate.exact)
 
 
 def recipe(
@@ -146,7 +154,7 @@ def _source(estimator: str | None, backend: type | None) -> str:
     if source not in SOURCES:
         raise OptionError(
             f"backend is {backend!r}; expected one of lapwing.curvature (its names select GGN, EF or Hessian; there is "
-            "one engine), or estimator='exact', 'mc', 'projection', 'empirical', 'hessian'."
+            "one engine), or estimator='exact', 'mc', 'projection', 'recursive', 'empirical', 'hessian'."
         )
     if estimator is not None and estimator != source:
         raise OptionError(f"backend means {source!r} and estimator is {estimator!r}; expected one of them.")
