@@ -5,7 +5,7 @@
 Steps of Adam on the weights alternate, for a regression, with a few updates of precisions (one per layer) and sigma, up
 the Laplace evidence with Kronecker curvature of at most `EVIDENCE_ROWS` rows, scaled to N, so that a round costs the
 same for a million rows. The weights with the largest evidence are kept. The final curvature is of all rows: full [P, P]
-where P and the work N C P^2 are small, Kronecker factors otherwise. Last, the scale of the covariance is checked against
+where P and the work N C P^2 are small, Kronecker factors otherwise. Last, the scale of the covariance is checked with
 rows that were not seen (`lapwing.applications.calibration`): a tenth that is kept apart, or, for a regression with the
 full matrix, every row by leaving it out.
 
