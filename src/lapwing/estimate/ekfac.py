@@ -4,11 +4,11 @@ The first pass is `kflr` and gives Q = Q_G (x) Q_A of every layer. The second re
 
     L = sum over rows of (Q_G^T row Q_A)^2  =  (sum_r G*G)^T (A*A) of rotated g and a, where no weight is shared,
 
-and the rows of a layer, formed a few data points at a time, where one is. Of all matrices that are diagonal in the basis
-this is the nearest to the layer's block; the trace is exact. Vectors keep the exact blocks of `kflr`.
+and from the rows of a layer, formed a few data points at a time, where one is. Of all matrices that are diagonal in the
+basis this is the nearest to the layer's block; the trace is exact. Vectors keep the exact blocks of `kflr`.
 
-The second pass costs about 1.5 times `kflr` for linear layers and 3 times for convolutions (measured, C = 10). A weight
-with a joint bias is corrected in two bases, one for priors that differ between the two; without it that is half.
+Measured, that pass takes 1.4 to 3.4 times as long as `kflr` (an MLP and a CNN with ten classes, exact or one draw). A
+weight with a joint bias is corrected in two bases, the second for priors that differ between weight and bias.
 
 With a `basis` there is one pass: it may come from a few batches, `ekfac(..., basis=kflr(tangent, likelihood, few))`.
 The basis is then that of those batches (the approximation), and L the exact diagonal in it over all data. Curvatures
