@@ -8,7 +8,9 @@ from lapwing.laplace.classes import (
     FullLaplace,
     KronLaplace,
     LowRankLaplace,
+    MixedDiagLaplace,
     ParametricLaplace,
+    PropagatedDiagLaplace,
 )
 from lapwing.laplace.face import CLASSES, Laplace
 from lapwing.laplace.files import load, register
@@ -25,7 +27,13 @@ from lapwing.laplace.options import (
     SubsetOfWeights,
     TuningMethod,
 )
-from lapwing.laplace.subnetwork import DiagSubnetLaplace, FullSubnetLaplace, SubnetLaplace
+from lapwing.laplace.subnetwork import (
+    DiagSubnetLaplace,
+    FullSubnetLaplace,
+    MixedDiagSubnetLaplace,
+    PropagatedDiagSubnetLaplace,
+    SubnetLaplace,
+)
 
 __all__ = [
     "BaseLaplace",
@@ -48,9 +56,13 @@ __all__ = [
     "Likelihood",
     "LinkApprox",
     "LowRankLaplace",
+    "MixedDiagLaplace",
+    "MixedDiagSubnetLaplace",
     "ParametricLaplace",
     "PredType",
     "PriorStructure",
+    "PropagatedDiagLaplace",
+    "PropagatedDiagSubnetLaplace",
     "SubnetLaplace",
     "SubsetOfWeights",
     "TuningMethod",

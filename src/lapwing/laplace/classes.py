@@ -1,8 +1,9 @@
 """Posteriors over all weights: a structure for the curvature, and the form in which it is handed out.
 
-FullLaplace      [P, P]                  DiagLaplace    [P]
-KronLaplace      G (x) A per layer       EkfacLaplace   its eigenbasis, eigenvalues corrected
-BlocksLaplace    exact per layer         LowRankLaplace leading eigenvectors
+FullLaplace            [P, P]                        DiagLaplace        [P]
+PropagatedDiagLaplace  [P], for many outputs         MixedDiagLaplace   the same, exact up to a bottleneck
+KronLaplace            G (x) A per layer             EkfacLaplace       its eigenbasis, eigenvalues corrected
+BlocksLaplace          exact per layer               LowRankLaplace     leading eigenvectors
 """
 
 from __future__ import annotations
@@ -59,6 +60,25 @@ class DiagLaplace(ParametricLaplace):
     def posterior_scale(self) -> Float[Tensor, " params"]:
         """Standard deviation of every weight."""
         return self.posterior_variance.sqrt()
+
+
+class PropagatedDiagLaplace(DiagLaplace):
+    """`DiagLaplace` with variances carried back through squared Jacobians: images out cost no more than labels.
+
+    Approximate: covariances between units of a layer are dropped. See `lapwing.estimate.propagated_diagonal`.
+    """
+
+    structure: ClassVar[str] = "propagated_diag"
+
+
+class MixedDiagLaplace(DiagLaplace):
+    """`PropagatedDiagLaplace` from the outputs to a bottleneck, exact columns from there: for autoencoders.
+
+    Options: `columns` (32 unless given), up to which a bottleneck is narrow enough; `exact_bottleneck`, which makes
+    everything before it exact. See `lapwing.estimate.mixed_diagonal`.
+    """
+
+    structure: ClassVar[str] = "mixed_diag"
 
 
 class KronLaplace(ParametricLaplace):

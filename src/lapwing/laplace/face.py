@@ -8,11 +8,25 @@ from torch import Tensor, nn
 
 from lapwing.errors import OptionError
 from lapwing.laplace.base import BaseLaplace
-from lapwing.laplace.classes import BlocksLaplace, DiagLaplace, EkfacLaplace, FullLaplace, KronLaplace, LowRankLaplace
+from lapwing.laplace.classes import (
+    BlocksLaplace,
+    DiagLaplace,
+    EkfacLaplace,
+    FullLaplace,
+    KronLaplace,
+    LowRankLaplace,
+    MixedDiagLaplace,
+    PropagatedDiagLaplace,
+)
 from lapwing.laplace.functional import FunctionalLaplace, FunctionalLLLaplace
 from lapwing.laplace.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from lapwing.laplace.options import HessianStructure, SubsetOfWeights, choose
-from lapwing.laplace.subnetwork import DiagSubnetLaplace, FullSubnetLaplace
+from lapwing.laplace.subnetwork import (
+    DiagSubnetLaplace,
+    FullSubnetLaplace,
+    MixedDiagSubnetLaplace,
+    PropagatedDiagSubnetLaplace,
+)
 from lapwing.likelihoods import Likelihood
 from lapwing.params import ParamSpace
 
@@ -21,6 +35,8 @@ CLASSES: dict[tuple[str, str], type[BaseLaplace]] = {
     ("all", "kron"): KronLaplace,
     ("all", "ekfac"): EkfacLaplace,
     ("all", "diag"): DiagLaplace,
+    ("all", "propagated_diag"): PropagatedDiagLaplace,
+    ("all", "mixed_diag"): MixedDiagLaplace,
     ("all", "blocks"): BlocksLaplace,
     ("all", "lowrank"): LowRankLaplace,
     ("all", "gp"): FunctionalLaplace,
@@ -30,6 +46,8 @@ CLASSES: dict[tuple[str, str], type[BaseLaplace]] = {
     ("last_layer", "gp"): FunctionalLLLaplace,
     ("subnetwork", "full"): FullSubnetLaplace,
     ("subnetwork", "diag"): DiagSubnetLaplace,
+    ("subnetwork", "propagated_diag"): PropagatedDiagSubnetLaplace,
+    ("subnetwork", "mixed_diag"): MixedDiagSubnetLaplace,
 }
 
 FULL_LIMIT = 3000

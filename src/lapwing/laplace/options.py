@@ -23,6 +23,8 @@ class HessianStructure(StrEnum):
     KRON = "kron"
     EKFAC = "ekfac"
     DIAG = "diag"
+    PROPAGATED_DIAG = "propagated_diag"
+    MIXED_DIAG = "mixed_diag"
     LOWRANK = "lowrank"
     GP = "gp"
     BLOCKS = "blocks"

@@ -1,6 +1,6 @@
 """Which estimator a structure and a source of curvature mean, and which options it takes.
 
-    structure   full, diag, kron, ekfac, blocks, lowrank, gp
+    structure   full, diag, propagated_diag, mixed_diag, kron, ekfac, blocks, lowrank, gp
     source      exact (GGN), fisher, mc (sampled Fisher), projection (randomly projected GGN), recursive (propagated in
                 expectation, kron alone), empirical, hessian
 
@@ -36,6 +36,8 @@ AnyTangent = Tangent | FeatureTangent
 _GENERAL: dict[str, Callable[..., Curvature]] = {
     "full": estimate.full,
     "diag": estimate.diagonal,
+    "propagated_diag": estimate.propagated_diagonal,
+    "mixed_diag": estimate.mixed_diagonal,
     "kron": estimate.kflr,
     "ekfac": estimate.ekfac,
     "blocks": estimate.blocks,
@@ -51,6 +53,7 @@ _CLOSED: dict[str, Callable[..., Curvature]] = {
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "kron": ("sharing", "dense_limit", "joint_bias", "factored_damping"),
     "ekfac": ("sharing", "dense_limit", "joint_bias"),
+    "mixed_diag": ("columns", "exact_bottleneck"),
     "blocks": ("by",),
     "lowrank": ("rank",),
     "gp": ("limit",),

@@ -10,7 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lapwing.errors import ParameterError
-from lapwing.laplace.classes import DiagLaplace, FullLaplace, ParametricLaplace
+from lapwing.laplace.classes import (
+    DiagLaplace,
+    FullLaplace,
+    MixedDiagLaplace,
+    ParametricLaplace,
+    PropagatedDiagLaplace,
+)
 from lapwing.laplace.structures import AnyTangent
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import Tangent
@@ -104,3 +110,11 @@ class FullSubnetLaplace(SubnetLaplace, FullLaplace):
 
 class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
     """Independent weights in the sub-network."""
+
+
+class PropagatedDiagSubnetLaplace(SubnetLaplace, PropagatedDiagLaplace):
+    """Independent weights in the sub-network, with propagated variances."""
+
+
+class MixedDiagSubnetLaplace(SubnetLaplace, MixedDiagLaplace):
+    """Independent weights in the sub-network, exact up to a bottleneck."""
