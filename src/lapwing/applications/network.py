@@ -169,7 +169,8 @@ class _Run:
         """Prior and noise after updates, and log Z; for classes the prior stays a unit one.
 
         The more a network is sure of its classes, the smaller its curvature, the fewer parameters count as determined,
-        and the stronger the next prior: on digits the updates came to 600 and twice the held-out NLL.
+        and the stronger the next prior: in one run on digits it came to 640, and the NLL of new rows to 0.173
+        against 0.123 under the unit prior.
         """
         if self.task == "classification":
             return prior, sigma, float(evidence.log_marginal(prior, sigma))
