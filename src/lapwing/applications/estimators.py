@@ -3,8 +3,9 @@
     LaplaceRegressor     predict(X, return_std=True) -> mean [N] or [N, C], standard deviation of the same shape
     LaplaceClassifier    predict_proba(X) -> [N, C]; predict(X) -> labels [N]
 
-Inputs (and targets of a regression) are standardised inside; prior and noise are tuned by the evidence on the training
-data, so there is no validation set. All arithmetic is in float64. Needs scikit-learn: `pip install lapwing[tabular]`.
+Inputs (and targets of a regression) are standardised inside; prior and noise of a regression are tuned by the evidence;
+classes have a unit prior, and a tenth of the rows scales their posterior (that of a regression too, where it is too
+large for the full matrix). All arithmetic is in float64. Needs scikit-learn: `pip install lapwing[tabular]`.
 
     >>> import numpy as np
     >>> X = np.linspace(-2, 2, 40).reshape(-1, 1)

@@ -38,7 +38,7 @@ def summary(data: Numbers | Classes) -> list[Figures]:
         levels = (0.9, 0.95)
         return rows + [_row(f"Coverage of {v:.0%} sets", v, [_covered_sets(p, y, v) for p in both]) for v in levels]
     mean, y = data.mean, data.targets
-    both = data.noise.square(), data.deviation.square()
+    both = data.network.square(), data.deviation.square()
     rows = [
         _row("Negative log-likelihood", "low", [metrics.gaussian_nll(mean, v, y) for v in both]),
         _row("Root mean squared error", "low", [metrics.rmse(mean, y)] * 2),
@@ -78,7 +78,7 @@ def transform(data: Numbers) -> Figures:
     """Histogram of the predicted probability of a value below the observed one (PIT): flat where calibrated."""
     bins = min(20, max(4, len(data.targets) // 15))
     found: Figures = {"bins": bins}
-    for name, deviation in (("network", data.noise), ("laplace", data.deviation)):
+    for name, deviation in (("network", data.network), ("laplace", data.deviation)):
         below = torch.special.ndtr((data.targets - data.mean) / deviation)
         found[name] = torch.histc(below, bins, 0, 1).div(len(below)).mul(bins).tolist()
     return found
@@ -91,7 +91,7 @@ def coverage(data: Numbers | Classes, conformal: Figures | None = None, seed: in
             name: _sets(p, data.targets) for name, p in (("network", data.network), ("laplace", data.probabilities))
         }
     else:
-        found = {name: _intervals(data, d) for name, d in (("network", data.noise), ("laplace", data.deviation))}
+        found = {name: _intervals(data, d) for name, d in (("network", data.network), ("laplace", data.deviation))}
     return {"levels": list(LEVELS), **found, "conformal": conformal or crossed(data, seed)}
 
 

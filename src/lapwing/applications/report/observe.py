@@ -34,12 +34,21 @@ SHOWN_COLUMNS = 4
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Numbers that were to be predicted, and what was predicted."""
+    """Numbers that were to be predicted, and what was predicted.
+
+    `plain` is the deviation of the network's prediction without error bars, where it is another than the noise.
+    """
 
     targets: Float[Tensor, " n"]
     mean: Float[Tensor, " n"]
     epistemic: Float[Tensor, " n"]
     noise: Float[Tensor, " n"]
+    plain: Float[Tensor, " n"] | None = None
+
+    @property
+    def network(self) -> Float[Tensor, " n"]:
+        """Deviation of a new observation for the network alone."""
+        return self.noise if self.plain is None else self.plain
 
     @property
     def deviation(self) -> Float[Tensor, " n"]:
@@ -52,7 +61,7 @@ class Numbers:
 
     def rescaled(self, scale: float, shift: float) -> Numbers:
         """In other units: value * scale + shift."""
-        spread = self.epistemic * scale, self.noise * scale
+        spread = self.epistemic * scale, self.noise * scale, None if self.plain is None else self.plain * scale
         return Numbers(self.targets * scale + shift, self.mean * scale + shift, *spread)
 
 

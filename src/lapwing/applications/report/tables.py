@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from lapwing.applications.bundle import NUMBERS, Bundle, score
 from lapwing.applications.conformal import quantile
 from lapwing.applications.reading import Table, open_table, pd
 from lapwing.applications.report.numbers import LEVELS
-from lapwing.applications.report.observe import SHOWN_COLUMNS, Classes, Observed, observe
+from lapwing.applications.report.observe import SHOWN_COLUMNS, Classes, Numbers, Observed, observe
 from lapwing.applications.report.page import number, render
 from lapwing.applications.report.write import collect, write
 from lapwing.applications.targets import TEST, present, split
@@ -77,7 +77,7 @@ def report_table(
 
     observed = observe(bundle.la, batches(), outside)
     if bundle.task == "regression":
-        observed = observed.rescaled(bundle.target.deviation, bundle.target.mean)
+        observed = _in_units(observed.rescaled(bundle.target.deviation, bundle.target.mean), bundle)
     tell("drawing", 0.0)
     figures = collect(
         bundle.la,
@@ -102,6 +102,13 @@ def report_table(
     write(path, render(figures))
     tell("drawing", 1.0)
     return figures | {"looked_at": held.rows.tolist()}
+
+
+def _in_units(observed: Observed, bundle: Bundle) -> Observed:
+    """With the noise level that the network has in the summary, where it does without error bars."""
+    assert isinstance(observed.data, Numbers)
+    plain = torch.full_like(observed.data.noise, bundle.noise_map)
+    return replace(observed, data=replace(observed.data, plain=plain))
 
 
 def _held(bundle: Bundle, table: Table, wanted: Int[np.ndarray, " test"] | None) -> Held:
