@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kron_oracle
@@ -433,6 +434,68 @@ def test_an_activation_without_a_rule_proves_itself() -> None:
         method(Tangent(model), Categorical(), [(x, y)]).dense() for method in (estimate.kfra, estimate.kflr)
     )
     close(found, exact)
+
+
+def test_parameters_that_meet_the_data_first_in_batches_of_one() -> None:
+    """[1, 3] is broadcast over a batch, but not over a batch of one."""
+    torch.manual_seed(0)
+    members = {"w": parameter(1, 3), "b": parameter(1, 3), "out": nn.Linear(3, 2)}
+    model = Net(lambda m, x: m.out(torch.tanh(x * m.w + m.b)), **members).double()
+    x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0])
+    singly = [(x[n : n + 1], y[n : n + 1]) for n in range(4)]
+    whole, split = (estimate.kfra(Tangent(model), Categorical(), data).dense() for data in ([(x, y)], singly))
+    close(split, whole)
+    found, exact = (m(Tangent(model), Categorical(), singly[:1]).dense() for m in (estimate.kfra, estimate.kflr))
+    close(found, exact)
+
+
+def branching() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    def residual(m, x):
+        h = F.relu(m.norm(m.stem(x)))
+        h = F.relu(m.norm1(m.inner(F.relu(m.outer(h)))) + m.down(h))
+        return m.out(F.adaptive_avg_pool2d(h, 1).flatten(1))
+
+    def skip(m, x):
+        e = torch.tanh(m.down(x))
+        u = F.interpolate(torch.tanh(m.inner(F.max_pool2d(e, 2))), scale_factor=2, mode="bilinear")
+        return m.out(torch.cat([e, u, x], 1).flatten(1))
+
+    def dense(m, x):
+        one = torch.tanh(m.a(x))
+        two = torch.tanh(m.b(torch.cat([x, one], 1)))
+        left, right = m.c(torch.cat([one, two], 1)).chunk(2, 1)
+        return m.out(torch.stack([left * torch.sigmoid(right), one, two], 1).sum(1)) * m.scale
+
+    blocks = {
+        "stem": nn.Conv2d(1, 2, 3, padding=1), "norm": nn.BatchNorm2d(2), "outer": nn.Conv2d(2, 3, 3, 2, 1, bias=False),
+        "inner": nn.Conv2d(3, 3, 3, padding=1), "norm1": nn.BatchNorm2d(3), "down": nn.Conv2d(2, 3, 1, 2),
+        "out": nn.Linear(3, 2),
+    }  # fmt: skip
+    convs = {"down": nn.Conv2d(1, 2, 3, padding=1), "inner": nn.Conv2d(2, 2, 1), "out": nn.Linear(80, 2)}
+    linears = {"a": nn.Linear(3, 4), "b": nn.Linear(7, 4), "c": nn.Linear(8, 8), "out": nn.Linear(4, 2)}
+    return {
+        "residual block": (Net(residual, **blocks), (1, 4, 4)),
+        "u-net": (Net(skip, **convs), (1, 4, 4)),
+        "dense block and gate": (Net(dense, **linears, scale=parameter()), (3,)),
+    }
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", branching())
+def test_branching_networks(name: str, sharing: str) -> None:
+    """Exact for one datum; any split of several gives the same."""
+    torch.manual_seed(4)
+    model, shape = branching()[name]
+    model = problems.scrambled(model.double()).eval()
+    x, y = torch.randn(4, *shape).double(), torch.tensor([0, 1, 1, 0])
+    for n in range(4):
+        data = [(x[n : n + 1], y[n : n + 1])]
+        both = (estimate.kfra, estimate.kflr)
+        found, exact = (method(Tangent(model), Categorical(), data, sharing=sharing).dense() for method in both)
+        close(found, exact)
+    parts = [(x[:1], y[:1]), (x[1:], y[1:])]
+    whole, split = (estimate.kfra(Tangent(model), Categorical(), d, sharing=sharing).dense() for d in ([(x, y)], parts))
+    close(split, whole)
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

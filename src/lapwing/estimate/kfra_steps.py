@@ -49,6 +49,9 @@ class Step(ABC):
 Second = dict[tuple[int, int], Tensor]
 
 
+CONVOLUTIONS = frozenset((F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d))
+
+
 # -- fixed and diagonal Jacobians -----------------------------------------------------------------------------------
 
 
@@ -185,24 +188,28 @@ class Smooth(Step):
     def _pull(self, rows: Mapping[Value, Tensor]) -> list[Tensor]:
         """J^T of every fixed input, on rows [m, d_out]."""
         (first, *_) = rows.values()
-        weight = self._linear_weight()
-        if weight is not None:
-            return [(first.reshape(-1, weight.shape[0]) @ weight.to(first.dtype)).reshape(len(first), -1)]
+        plain = self.node.args and self.node.inputs.get(0) is self.fixed[0]  # the data come first, as ever
+        if plain and self.node.function is F.linear:
+            weight = self.node.given[1].to(first.dtype)
+            return [(first.reshape(-1, weight.shape[0]) @ weight).reshape(len(first), -1)]
+        alone = self._convolved if plain and self.node.function in CONVOLUTIONS else self._pulled
         sizes = [self.frame.place[v].size for v in (*rows, *self.fixed)]
         parts = [
-            self._pulled({v: r[part] for v, r in rows.items()})
+            alone({v: r[part] for v, r in rows.items()})
             for part in chunks(len(first), 4 * sum(sizes) * first.element_size(), self.frame.budget)
         ]
         return [torch.cat(each) for each in zip(*parts, strict=True)]
 
-    def _linear_weight(self) -> Tensor | None:
-        if (
-            self.node.function is not F.linear
-            or len(self.node.args) < 2
-            or self.node.inputs.get(0) is not self.fixed[0]
-        ):
-            return None
-        return self.node.given[1]
+    def _convolved(self, rows: Mapping[Value, Tensor]) -> list[Tensor]:
+        """A convolution takes rows for a batch, and need not be asked for what goes to its weights."""
+        (u,), (x, weight, *rest) = rows.values(), self.node.given
+        if x.dim() != weight.dim():
+            return self._pulled(rows)
+        x = x.expand(len(u), *x.shape[1:]).requires_grad_()
+        with torch.enable_grad():
+            (y,) = self.node.again([x, weight, *rest])
+        (grad,) = torch.autograd.grad([y], [x], [u.reshape(y.shape).to(y.dtype)])
+        return [grad.flatten(1).to(u.dtype)]
 
     def _pulled(self, rows: Mapping[Value, Tensor]) -> list[Tensor]:
         (first, *_) = rows.values()

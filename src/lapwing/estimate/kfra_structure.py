@@ -17,7 +17,7 @@ from torch import Tensor
 from lapwing.errors import UnsupportedOperationError
 from lapwing.estimate.kfra_places import ALTERNATIVES, Batch, Frame, Place, refuse
 from lapwing.estimate.kfra_pool import POOLS, max_pool
-from lapwing.estimate.kfra_steps import Scaled, Slopes, Smooth, Step, probe, slope_in
+from lapwing.estimate.kfra_steps import CONVOLUTIONS, Scaled, Slopes, Smooth, Step, probe, slope_in
 from lapwing.estimate.kfra_uses import Sources, roots, running, terms, without_bias
 from lapwing.tangent import Tangent, rules
 from lapwing.tangent.inputs import batch_size, map_tensors, take
@@ -28,7 +28,6 @@ from lapwing.tangent.uses import Contraction, Lookup
 
 _PRELUS = frozenset((F.prelu, torch.prelu, Tensor.prelu))
 _NORMS = frozenset((F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm, F.rms_norm))
-_CONVOLUTIONS = frozenset((F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d))
 _PRODUCTS = frozenset((rules.linear, rules.matmul, rules.addmm, rules.einsum, rules.bilinear))
 
 
@@ -133,7 +132,7 @@ class _Builder:
 
     def _step(self, number: int, node: Node, apart: bool, uses: dict[int, Contraction | Lookup]) -> Step:
         rule, function = node.rule, node.function
-        if rules.RULES.get(function) in _PRODUCTS or function in _CONVOLUTIONS:
+        if rules.RULES.get(function) in _PRODUCTS or function in CONVOLUTIONS:
             return self._product(number, node, apart, uses)
         if function is F.embedding and self._samples(node):
             use = self.frame.sources.use(node)
@@ -201,7 +200,7 @@ class _Builder:
         )
         value, (out,) = node.inputs[number], node.outs
         assert out is not None
-        last = (1,) * (len(out.shape) - 2) if node.function in _CONVOLUTIONS else ()
+        last = (1,) * (len(out.shape) - 2) if node.function in CONVOLUTIONS else ()
         return Scaled(value, (value.shape.numel(), *last))
 
     # -- entry by entry
@@ -217,8 +216,10 @@ class _Builder:
 
         def found(node: Node, batch: Batch) -> list[Tensor | None]:
             (out,) = node.outs
-            if out is not None and out.origin is not None and not node.args:
-                raise refuse(node.name, "its arguments look alike for a single data point; give larger batches")
+            if out is not None and out.origin is not None:  # a parameter that only a batch of one does not broadcast
+                if len(values) > 1:
+                    raise refuse(node.name, "its arguments look alike in a batch of one; give larger ones")
+                return [slope_in(node, batch.value[values[0]], device)]
             total: dict[Value, Tensor] = {}
             for value, slope in slopes(node, self.frame.like):
                 total[value] = total[value] + slope if value in total else slope
