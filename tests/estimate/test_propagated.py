@@ -9,7 +9,7 @@ from torch.autograd.functional import jacobian
 
 import oracle
 import problems
-from lapwing.errors import DataError, UnsupportedOperationError
+from lapwing.errors import DataError, ModelError, UnsupportedOperationError
 from lapwing.estimate import diagonal, exact, fisher, monte_carlo, projections, propagated_diagonal
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.params import ParamSpace
@@ -276,8 +276,11 @@ def test_lower_precisions_run(name, dtype):
     assert float((found.double() - expected).norm() / expected.norm()) < tolerance
 
 
-def test_inputs_from_inference_mode():
-    problem = problems.build("mlp")
+@pytest.mark.parametrize(
+    "name", ["mlp", "raw_elementwise_zoo", "conv2d_same", "group_norm", "weight_norm", "mha_self", "raw_einsum_summed"]
+)
+def test_inputs_from_inference_mode(name):
+    problem = problems.build(name)
     expected = propagated(problem)
     with torch.inference_mode():
         x = problem.x.clone()
@@ -310,6 +313,57 @@ def test_the_same_seed_gives_the_same():
     )
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("count", [4, 9])
+def test_samples_that_are_coupled_are_refused(count):
+    model = problems.Net(lambda m, x: m.b(m.a(x) - m.a(x).mean(0)), a=nn.Linear(3, 4), b=nn.Linear(4, 2)).double()
+    x = torch.randn(count, 3, dtype=torch.float64)
+    with unchanged(model), pytest.raises(ModelError, match="batch 0"):
+        propagated_diagonal(Tangent(model), Gaussian(), [(x, torch.zeros(count, 2, dtype=torch.float64))])
+
+
+def test_a_model_for_one_batch_size_is_no_coupled_one():
+    model = problems.Net(lambda m, x: m.a(x.view(9, 3)), a=nn.Linear(3, 2)).double()
+    x = torch.randn(9, 3, dtype=torch.float64)
+    batches = [(x, torch.zeros(9, 2, dtype=torch.float64))]
+    found, expected = (f(Tangent(model), Gaussian(), batches).diagonal() for f in (propagated_diagonal, diagonal))
+    torch.testing.assert_close(found, expected, rtol=RTOL, atol=0)
+
+
+def test_a_tangent_for_gradients_in_the_inputs_gives_the_same():
+    problem = problems.build("mlp")
+    tangent = Tangent(problem.model, differentiable=True)
+    found = propagated_diagonal(tangent, problem.likelihood, [(problem.x.clone().requires_grad_(), problem.y)])
+    torch.testing.assert_close(found.diagonal(), propagated(problem), rtol=RTOL, atol=0)
+
+
+def test_an_image_network_with_writes_in_place():
+    """Residual sums and activations in place, as in image networks, against the same without."""
+
+    def body(m, x, quiet):
+        h = m.norm(m.first(x))
+        h = h.relu_() if quiet else h.relu()
+        g = m.second(h)
+        if quiet:
+            g += h
+        else:
+            g = g + h
+        return m.last(nn.functional.relu(g, inplace=quiet).mean((2, 3)))
+
+    members = {
+        "first": nn.Conv2d(1, 3, 3, padding=1, bias=False), "norm": nn.BatchNorm2d(3), "second": nn.Conv2d(3, 3, 1),
+        "last": nn.Linear(3, 2),
+    }  # fmt: skip
+    x = torch.randn(4, 1, 5, 5, dtype=torch.float64)
+    found, expected = (
+        propagated_diagonal(
+            Tangent(problems.Net(lambda m, x, quiet=quiet: body(m, x, quiet), **members).double().eval()),
+            Gaussian(), [(x, torch.zeros(4, 2, dtype=torch.float64))],
+        ).diagonal()
+        for quiet in (True, False)
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected, rtol=RTOL, atol=0)
 
 
 def test_an_empty_loader_and_a_bad_batch_are_named():

@@ -39,6 +39,7 @@ COLUMNS = 32
 """Latent codes of autoencoders have up to about this many entries."""
 
 
+@torch.inference_mode(False)
 def mixed_diagonal(
     tangent: Tangent,
     likelihood: Likelihood,

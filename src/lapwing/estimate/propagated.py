@@ -12,21 +12,26 @@ one forward pass and one pass back, whatever the number of outputs. Memory: that
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.errors import DataError
+from lapwing.errors import DataError, ModelError
 from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.passes import Batches, _named, observe, pair
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Diagonal
 from lapwing.tangent import Tangent
+from lapwing.tangent.inputs import take
+from lapwing.tangent.model import FEW_SAMPLES
 from lapwing.tangent.squares import propagate
 from lapwing.tangent.tape import Node, Tape, Value, record
 
 
+@torch.inference_mode(False)
 def propagated_diagonal(
     tangent: Tangent,
     likelihood: Likelihood,
@@ -37,6 +42,7 @@ def propagated_diagonal(
 ) -> Diagonal:
     """An approximate diagonal of the GGN or Fisher, whose cost does not grow with the number of outputs."""
     space = tangent.space
+    tangent = replace(tangent, differentiable=False) if tangent.differentiable else tangent
     total = torch.zeros(space.total, dtype=space.dtype, device=space.device)
     for tape, m in taped(tangent, likelihood, batches, cotangents, generator):
         add_squares(tape, m, tangent, total)
@@ -56,6 +62,8 @@ def taped(
         empty = False
         with _named(number):
             x, y = pair(batch)
+            if number == 0:
+                check_independent(tangent, x)
             tape = record(tangent, x)
             value = tape.value.to(tangent.space.dtype)
             observe(batches, likelihood, value, y)
@@ -65,6 +73,14 @@ def taped(
         raise DataError(
             "the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last."
         )
+
+
+def check_independent(tangent: Tangent, x: Any) -> None:
+    """Refuses a model that mixes its samples, as a linearisation of a few of them finds out."""
+    try:
+        tangent.at(take(x, slice(0, FEW_SAMPLES)))
+    except ModelError:  # perhaps made for one batch size; other errors come again
+        tangent.at(x)
 
 
 @torch.no_grad()
