@@ -20,7 +20,6 @@ from lapwing.estimate.kfra_places import Batch, Frame, refuse
 from lapwing.estimate.kfra_steps import Second, Step
 from lapwing.estimate.symmetric import GramSum
 from lapwing.tangent.convolution import as_tuple
-from lapwing.tangent.squares import Selection, register
 from lapwing.tangent.tape import Node, Value
 
 POOLS: dict[Callable, tuple[int, bool]] = {
@@ -32,16 +31,6 @@ POOLS: dict[Callable, tuple[int, bool]] = {
     if hasattr(owner, f"{kind}max_pool{dims}d{suffix}")
 }
 """Function -> (number of axes, whether it is adaptive)."""
-
-
-class Pool(Selection):
-    """Max-pooling as the tape knows it, with its arguments kept: they say which entries were chosen."""
-
-    def keeps(self, node: Node) -> bool:
-        return True
-
-
-register(Pool(fixed=False), *POOLS)
 
 
 @dataclass

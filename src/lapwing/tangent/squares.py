@@ -137,7 +137,7 @@ class Selection(Rule):
         self.fixed = fixed
 
     def keeps(self, node: Node) -> bool:
-        return len(node.sources) > 1
+        return len(node.sources) > 1 or not self.fixed  # kfra asks which entries were chosen
 
     def squares(self, node: Node, given: Sequence[Tensor | None]) -> Squares:
         return node.pull(given)
