@@ -247,4 +247,4 @@ def _moments(la: BaseLaplace, linear: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _joined(found: Sequence[Numbers | Classes]) -> Numbers | Classes:
     parts = list(zip(*(vars(each).values() for each in found), strict=True))
-    return type(found[0])(*(torch.cat(part) for part in parts))
+    return type(found[0])(*(torch.cat(part) for part in parts if part[0] is not None))
