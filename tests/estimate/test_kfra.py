@@ -544,6 +544,10 @@ def test_refuses_a_matrix_beyond_the_budget() -> None:
     batch = torch.randn(2, 1, 8, 8).double(), torch.zeros(2, dtype=torch.long)
     with pytest.raises(UnsupportedOperationError, match=r"144 x 144 entries.*'conv2d' at or after '0\.weight'.*kfac"):
         estimate.kfra(Tangent(model, budget=2**16), Categorical(), [batch])
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.MaxPool2d(64), nn.Flatten(), nn.Linear(64, 2))
+    batch = torch.randn(2, 1, 256, 256), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(UnsupportedOperationError, match=r"262144 x 262144 entries \(262144 MiB\)"):
+        estimate.kfra(Tangent(model), Categorical(), [batch])
 
 
 def test_refuses_an_empty_loader() -> None:

@@ -43,28 +43,35 @@ class MaxPool(Step):
     out: Value
     at: Tensor
     places: Callable[[Node], Tensor]
-    gram: GramSum
+    gram: GramSum | None = None
 
     @property
     def inputs(self) -> list[Value]:
         return [self.source]
 
     def watch(self, node: Node, batch: Batch) -> None:
+        if self.gram is None:
+            self.gram = GramSum(self.frame.like.new_zeros(1, self.at.numel(), self.at.numel()))
         chosen = self.frame.place[self.out].rows(self.places(node), batch.size, node.name)
         self.gram.add(self._masks(chosen)[:, None, None])
+
+    def _moments(self, count: int) -> Tensor:
+        """E[m m^T] [O K, O K]"""
+        assert self.gram is not None, "no batch was watched"
+        return self.gram.matrix()[0] / count
 
     def _masks(self, chosen: Tensor) -> Tensor:
         return F.one_hot(chosen, self.at.shape[1]).flatten(1).to(self.frame.like)
 
     def mean(self, rows: Mapping[Value, Tensor], count: int) -> list[Tensor]:
-        mask = self.gram.matrix()[0].diagonal().reshape(self.at.shape) / count
+        mask = self._moments(count).diagonal().reshape(self.at.shape)
         values = rows[self.out].unsqueeze(-1) * mask.to(rows[self.out].dtype)
         return [self._folded(values.flatten(1))]
 
     def second(self, block: Callable[[Value, Value], Tensor], outs: Sequence[Value], count: int) -> Second:
         G, window = block(self.out, self.out), self.at.shape[1]
         spread = G.repeat_interleave(window, 0).repeat_interleave(window, 1)
-        spread *= self.gram.matrix()[0].to(G.dtype) / count
+        spread *= self._moments(count).to(G.dtype)
         return {(0, 0): self._folded(self._folded(spread).mT)}
 
     def _folded(self, rows: Tensor) -> Tensor:
@@ -99,9 +106,7 @@ def max_pool(node: Node, frame: Frame) -> MaxPool:
         weights = torch.tensor([prod(kernel[i + 1 :]) for i in range(dims)], device=device)
         return (inside * weights).sum(-1).unflatten(-1, windows)
 
-    window = planes * flat.numel()
-    gram = GramSum(frame.like.new_zeros(1, window, window))
-    return MaxPool(node, frame, source, out, whole.flatten(0, 1), places, gram)
+    return MaxPool(node, frame, source, out, whole.flatten(0, 1), places)
 
 
 def _options(node: Node, dims: int) -> dict[str, Any]:

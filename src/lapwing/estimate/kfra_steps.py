@@ -176,7 +176,7 @@ class Smooth(Step):
             gram = self.grams[i, j]
             if isinstance(gram, GramSum):
                 gram = gram.matrix()[0]
-            G = G * gram.to(G.dtype).div_(count)
+            G = (G * gram.to(G.dtype)).div_(count)
         else:  # one of them is constant
             for k, axis in ((i, 1), (j, 0)):
                 if k in self.sums:
