@@ -523,6 +523,12 @@ def test_what_is_made_of_parameters_alone_needs_no_rule(name):
     check(function, *inputs, rules=0)
 
 
+def test_what_is_too_large_to_be_spelled_out_is_refused(monkeypatch):
+    monkeypatch.setattr(rules_of_one_entry, "SPELLED_OUT", 8)
+    with pytest.raises(UnsupportedOperationError, match="'linalg_inv' has no rule"):
+        check(lambda a: torch.linalg.inv(a), (3, 3), rules=0)
+
+
 def test_without_a_rule_data_are_refused():
     with pytest.raises(UnsupportedOperationError, match=r"'cumprod' has no rule.*Register a rule"):
         check(lambda x: x.cumprod(1), (2, 3), rules=None)

@@ -70,13 +70,18 @@ def propagate(node: Node, given: Sequence[Tensor | None]) -> Squares:
     only = _proved_entrywise(node, given)
     if only is not None:
         return only
-    if node.derived and node.function not in RECURRENT:
+    size = max(0 if out is None else out.shape.numel() for out in node.outs)
+    if node.derived and node.function not in RECURRENT and size <= SPELLED_OUT:
         return spelled_out(node, given)
     raise UnsupportedOperationError(
         f"'{node.name}' has no rule for propagated curvature; expected linear, convolution, pooling, resampling, "
         "normalisation, attention, reshaping or entrywise operations. Register a rule (docs/extending.md, 'A rule "
         "of the tape'), or use a structure that propagates nothing: 'diag', 'kron' or 'full'."
     )
+
+
+SPELLED_OUT = 2**12
+"""Entries of a tensor made of parameters alone up to which its J is spelled out, in every batch: 64 x 64 weights."""
 
 
 def _proved_entrywise(node: Node, given: Sequence[Tensor | None]) -> Squares | None:
