@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import time
 from dataclasses import asdict
 from math import log, pi
@@ -25,8 +23,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
-from _common import RESULTS
+from _common import RESULTS, context
 
 from lapwing.applications.fitting import fit_table
 
@@ -79,7 +76,7 @@ def main() -> None:
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--splits", default=",".join(map(str, SPLITS)))
     options = parser.parse_args()
-    folder = Path(os.environ["LAPWING_DATA"])
+    folder, where = Path(os.environ["LAPWING_DATA"]), context()
     print("set       split   MAP NLL   Laplace     gain +- error       RMSE  cover 90  conf. 90    far  seconds")
     rows = []
     for name in options.sets.split(","):
@@ -91,10 +88,7 @@ def main() -> None:
         f"Laplace is better on {sum(gain > 0 for gain in gains)} of {len(gains)}; the least gain is {min(gains):+.3f}."
     )
     if {(row["set"], row["split"]) for row in rows} == {(name, split) for name in SETS for split in SPLITS}:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-        context = {"commit": commit, "seed": SEED, "machine": machine}
-        (RESULTS / "uci.json").write_text(json.dumps(context | {"rows": rows}, indent=1) + "\n")
+        (RESULTS / "uci.json").write_text(json.dumps(where | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
