@@ -1,8 +1,9 @@
 """Predictions of the network itself at sampled weights: f(x, theta), theta ~ N(mean, Sigma).
 
 Known to go off scale where the posterior is broad (the linearised network does not); kept for comparison and for
-posteriors narrow enough. The model's own parameters are never written to. Draws are run together, as many as the budget
-allows, where `torch.vmap` can follow the model, else one after the other.
+posteriors narrow enough. The model's own parameters are never written to. Draws of a small forward pass are run
+together, as many as the budget allows, where `torch.vmap` can follow the model; others one after the other, which is
+faster then (a convolution with other weights for each draw is grouped by draws) and needs the memory of one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lapwing.errors import LapwingError
 from lapwing.linalg.rows import chunks
@@ -20,6 +22,9 @@ from lapwing.posterior import Gaussian
 from lapwing.tangent import Tangent
 from lapwing.tangent.guard import plain_attention, unchanged
 from lapwing.tangent.inputs import call, check_input
+
+TOGETHER = 2**16
+"""Entries of the largest activation up to which draws are run together: about where the two ways take the same time."""
 
 
 def network_draws(
@@ -66,13 +71,30 @@ def _in_turn(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor
 
 
 def _follows(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor]) -> bool:
-    """Whether two runs at once give what they give in turn: not where values decide, or an operation has no rule."""
-    expected = _in_turn(run, named)  # errors of the model itself are raised here
+    """Whether runs at once are worth it, and give what they give in turn: not where values decide, say."""
+    with _Largest() as largest:
+        expected = _in_turn(run, named)  # errors of the model itself are raised here
+    if largest.numel > TOGETHER:
+        return False
     try:
         found = torch.vmap(run)(named)
     except (RuntimeError, LapwingError):
         return False
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
+class _Largest(TorchFunctionMode):
+    """The number of entries of the largest tensor that operations return while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
 
 
 class _Caller(nn.Module):
