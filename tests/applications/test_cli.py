@@ -135,6 +135,7 @@ def test_predict_says_what_is_new_and_flags_what_is_far(folder: Path, tmp_path: 
 # -- report ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_report_looks_at_the_rows_that_fit_held_out(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.html"
     result = ok("report", folder / "houses.lapwing", folder / "houses.csv", "--out", out)
@@ -155,6 +156,7 @@ def test_report_looks_at_the_rows_that_fit_held_out(folder: Path, tmp_path: Path
     assert found["columns"] == ["size", "town"]
 
 
+@pytest.mark.slow
 def test_report_of_other_rows_looks_at_all(folder: Path, tmp_path: Path) -> None:
     amounts(200, 9).to_csv(tmp_path / "other.csv", index=False)
     out = tmp_path / "r.html"
@@ -287,6 +289,7 @@ def test_a_defect_is_said_to_be_one(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert "Traceback" in result.stderr
 
 
+@pytest.mark.slow
 def test_exit_codes_of_the_process(folder: Path, tmp_path: Path) -> None:
     def code(*arguments: str | Path) -> tuple[int, str, str]:
         command = [sys.executable, "-m", "lapwing.applications.cli", *map(str, arguments)]

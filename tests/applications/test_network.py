@@ -86,6 +86,7 @@ def test_a_wrong_specification_is_refused(wrong: dict[str, object]) -> None:
 # -- training -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_regression_finds_function_and_noise() -> None:
     x, y = wave(300)
     model, la = train(x, y, "regression", Spec(2, 1, width=30, depth=1), seed=0, epochs=150)
@@ -101,6 +102,7 @@ def test_a_regression_finds_function_and_noise() -> None:
     assert ours < -0.4  # the true density has -0.88, a linear fit about 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", architecture.KINDS)
 def test_classes_are_learned(kind: str) -> None:
     x, y = rings(400)
@@ -113,6 +115,7 @@ def test_classes_are_learned(kind: str) -> None:
         assert nll(probabilities, y_new) <= nll(model(x_new).softmax(1), y_new) + 0.01
 
 
+@pytest.mark.slow
 def test_several_targets_share_a_network() -> None:
     x, y = wave(200)
     _, la = train(x, torch.stack([y, -y], 1), "regression", Spec(2, 2, width=10, depth=1), seed=0, epochs=60)

@@ -82,16 +82,16 @@ class Page(HTMLParser):
     ("task", "subset", "structure"),
     [
         ("regression", "all", "full"),
-        ("regression", "all", "gp"),
-        ("regression", "last_layer", "kron"),
-        ("regression", "subnetwork", "full"),
+        pytest.param("regression", "all", "gp", marks=pytest.mark.slow),
+        pytest.param("regression", "last_layer", "kron", marks=pytest.mark.slow),
+        pytest.param("regression", "subnetwork", "full", marks=pytest.mark.slow),
         ("two", "all", "kron"),
         ("heteroscedastic", "all", "diag"),
         ("classification", "all", "kron"),
-        ("classification", "last_layer", "full"),
-        ("classification", "subnetwork", "diag"),
+        pytest.param("classification", "last_layer", "full", marks=pytest.mark.slow),
+        pytest.param("classification", "subnetwork", "diag", marks=pytest.mark.slow),
         ("classification", "all", "gp"),
-        ("classification", "all", "lowrank"),
+        pytest.param("classification", "all", "lowrank", marks=pytest.mark.slow),
         ("binary", "all", "full"),
     ],
 )
@@ -124,6 +124,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert not re.search(r"@import|url\(", (tmp_path / "r.html").read_text())
 
 
+@pytest.mark.slow
 def test_the_same_posterior_gives_the_same_bytes(tmp_path: Path) -> None:
     la = fitted("classification")
     for name in "ab":
@@ -155,6 +156,7 @@ def test_column_names_bring_the_values_of_the_rows(tmp_path: Path) -> None:
     assert first["target"] == y[first["row"]].item()
 
 
+@pytest.mark.slow
 def test_inputs_that_are_given_as_unfamiliar_are_used(tmp_path: Path) -> None:
     la = fitted("classification")
     outside = torch.full((7, D), 5.0, dtype=torch.float64)

@@ -134,6 +134,7 @@ def test_more_rows_than_wait_at_once(kind: str) -> None:
     close(ESTIMATORS[kind](Tangent(model), Gaussian(), parts(x, y, [700, 700, 1000, 100])).dense(), expected.dense())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tokens", "pixels"])
 def test_positions_without_a_target_count_in_no_fisher(layout: str) -> None:
     """Drawn or expected, the Fisher is that of the targets there are, as the GGN is."""
@@ -291,6 +292,7 @@ def test_monte_carlo_fisher_is_unbiased_and_its_error_falls() -> None:
     errors_of_means(draws, exact, (4, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp_gaussian", "conv1d_grouped", "sequence_categorical"])
 def test_kfac_is_unbiased_for_kflr_and_its_error_falls(name: str) -> None:
     problem = problems.build(name)

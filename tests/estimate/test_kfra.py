@@ -349,6 +349,7 @@ def test_options_are_those_of_kflr() -> None:
         estimate.kfra(tangent, problem.likelihood, batches, shared="expand")
 
 
+@pytest.mark.slow
 def test_cotangents_stand_for_the_output_hessian() -> None:
     problem = problems.build("mlp")
     tangent = Tangent(problem.model)

@@ -293,6 +293,7 @@ def test_fisher_and_exact_agree_for_an_exponential_family():
     torch.testing.assert_close(propagated(problem, cotangents=fisher), propagated(problem), rtol=RTOL, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [monte_carlo, projections])
 def test_random_cotangents_are_unbiased(kind):
     """Variances are linear in those of the outputs, so draws average to the exact ones: within four standard errors."""
