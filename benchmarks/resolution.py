@@ -178,7 +178,7 @@ def picture(found: dict[str, list[dict]], lines: list[dict], path: Path) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", nargs=3)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that one fit may take")
     parser.add_argument("--rounds", type=int, default=3, help="processes per measurement; the best counts")
     parser.add_argument("--no-peers", action="store_true", help="there are none here")
