@@ -24,14 +24,14 @@ from torch import Tensor
 from lapwing.errors import DataError, ParameterError, UnsupportedOperationError
 from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.factors import Accumulator
-from lapwing.estimate.kfra_layers import Weight, biases_apart, weights
-from lapwing.estimate.kfra_places import ALTERNATIVES
-from lapwing.estimate.kfra_pool import MaxPool
-from lapwing.estimate.kfra_steps import probe
-from lapwing.estimate.kfra_structure import Structure, structure
-from lapwing.estimate.kfra_walk import walk_back
 from lapwing.estimate.kronecker import KroneckerOptions, collect
 from lapwing.estimate.passes import Batches, _named, observe, pair
+from lapwing.estimate.recursive.layers import Weight, biases_apart, weights
+from lapwing.estimate.recursive.places import ALTERNATIVES
+from lapwing.estimate.recursive.pool import MaxPool
+from lapwing.estimate.recursive.steps import probe
+from lapwing.estimate.recursive.structure import Structure, structure
+from lapwing.estimate.recursive.walk import walk_back
 from lapwing.estimate.symmetric import GramSum
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Blocks, Curvature, Dense, Diagonal, Segments

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.estimate.kfra_places import Batch, Frame, refuse
-from lapwing.estimate.kfra_steps import Second, Step
+from lapwing.estimate.recursive.places import Batch, Frame, refuse
+from lapwing.estimate.recursive.steps import Second, Step
 from lapwing.estimate.symmetric import GramSum
 from lapwing.tangent.convolution import as_tuple
 from lapwing.tangent.tape import Node, Value

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.estimate.kfra_places import refuse
+from lapwing.estimate.recursive.places import refuse
 from lapwing.tangent import Tangent
 from lapwing.tangent.record import whole_aliases
 from lapwing.tangent.rules import RULES, Call

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperationError
-from lapwing.estimate.kfra_places import ALTERNATIVES, Batch, Frame, Place, refuse
-from lapwing.estimate.kfra_pool import POOLS, max_pool
-from lapwing.estimate.kfra_steps import CONVOLUTIONS, Scaled, Slopes, Smooth, Step, probe, slope_in
-from lapwing.estimate.kfra_uses import Sources, roots, running, terms, without_bias
+from lapwing.estimate.recursive.places import ALTERNATIVES, Batch, Frame, Place, refuse
+from lapwing.estimate.recursive.pool import POOLS, max_pool
+from lapwing.estimate.recursive.steps import CONVOLUTIONS, Scaled, Slopes, Smooth, Step, probe, slope_in
+from lapwing.estimate.recursive.uses import Sources, roots, running, terms, without_bias
 from lapwing.tangent import Tangent, rules
 from lapwing.tangent.inputs import batch_size, map_tensors, take
 from lapwing.tangent.sources import Alias

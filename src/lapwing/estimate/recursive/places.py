@@ -13,7 +13,7 @@ from lapwing.errors import UnsupportedOperationError
 from lapwing.tangent.tape import Tape, Value
 
 if TYPE_CHECKING:
-    from lapwing.estimate.kfra_uses import Sources
+    from lapwing.estimate.recursive.uses import Sources
 
 ALTERNATIVES = (
     "Use estimate.kflr or kfac (a Kronecker structure that propagates nothing), or estimate.propagated_diagonal, which "

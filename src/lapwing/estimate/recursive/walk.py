@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lapwing.estimate.kfra_steps import Step
+from lapwing.estimate.recursive.steps import Step
 from lapwing.tangent.tape import Value
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lapwing.errors import UnsupportedOperationError
 from lapwing.estimate.factors import Matrix, role_of
-from lapwing.estimate.kfra_places import ALTERNATIVES, Batch, Place, refuse
-from lapwing.estimate.kfra_structure import Structure
-from lapwing.estimate.kfra_uses import without_bias
 from lapwing.estimate.kronecker import KroneckerOptions, _is_matrix, _upright, name_of
+from lapwing.estimate.recursive.places import ALTERNATIVES, Batch, Place, refuse
+from lapwing.estimate.recursive.structure import Structure
+from lapwing.estimate.recursive.uses import without_bias
 from lapwing.linalg import DenseRows, LookupRows, OuterRows, Piece
 from lapwing.linalg.rows import chunks, connected
 from lapwing.tangent.samples import SampleAxis

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.estimate.kfra_places import Batch, Frame, refuse
+from lapwing.estimate.recursive.places import Batch, Frame, refuse
 from lapwing.estimate.symmetric import GramSum
 from lapwing.linalg.rows import chunks
 from lapwing.tangent.tape import Node, Value
