@@ -38,7 +38,7 @@ demo: $(stamp) ## two data sets from table to report in a minute; writes build/d
 test: $(stamp) ## tests and doctests, warnings are errors; without those marked slow
 	$(python) -m pytest -n $(WORKERS) -m "not slow"
 
-slow: $(stamp) ## tests that take long: kills in the middle of a fit, a million rows, peers beside us
+slow: $(stamp) ## tests that take long: a million rows, real data, peers beside us
 	$(python) -m pytest -m slow
 
 lint: style types imports ## style, types and the direction of imports

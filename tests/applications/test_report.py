@@ -417,7 +417,6 @@ def measuring(path: Path) -> Path:
     return measured
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: the page cannot be opened in a browser")
 @pytest.mark.parametrize("task", ["regression", "classification"])
 def test_a_browser_shows_every_picture_and_complains_of_nothing(tmp_path: Path, task: str) -> None:
@@ -437,7 +436,6 @@ def test_a_browser_shows_every_picture_and_complains_of_nothing(tmp_path: Path, 
     assert all(int(width) > 100 for width in widths[1].split())
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: the page cannot be opened in a browser")
 def test_a_broken_page_would_be_noticed(tmp_path: Path) -> None:
     page = tmp_path / "r.html"

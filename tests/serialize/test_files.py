@@ -360,7 +360,6 @@ while True:
 """
 
 
-@pytest.mark.slow
 def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "a.lapwing"
     write(path, {name: torch.zeros(200_000) for name in "ab"}, {"number": 0})
