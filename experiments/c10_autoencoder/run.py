@@ -194,7 +194,7 @@ def main(experiment: Experiment) -> None:
             "against_exact": errors,
             "sampled": scores,
         },
-        source={"fit_in_epochs": "about 2 (issue)", "mixed": "closer to the exact diagonal at linear cost (section 3)"},
+        source={"fit_in_epochs": "about 2", "mixed": "closer to the exact diagonal at linear cost (section 3)"},
         held={
             "post-hoc propagated diagonal in about two epochs": ratios["propagated"] <= 2.2,
             "mixed is closer to the exact diagonal than propagated in the encoder": (
