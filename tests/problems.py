@@ -8,11 +8,12 @@ milliseconds. A new architecture is one decorated function.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -72,6 +73,11 @@ def zoo(row: str, **options: Any) -> Callable[[Callable], Callable]:
         return builder
 
     return register
+
+
+def thinned(names: Iterable[str], every: int = 3) -> list[Any]:
+    """Names to go through, of which most are for `make slow`: where another test has looked at each network already."""
+    return [name if i % every == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(names)]
 
 
 def call(model: nn.Module, x: Any) -> Tensor:

@@ -725,7 +725,7 @@ def test_rows_products_and_diagonal(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", problems.thinned(CASES))
 @pytest.mark.parametrize("index", [[0], [1, 0], [1, 1]])
 def test_small_and_repeated_batches(name: str, index: list[int]) -> None:
     model, x = build(name)
