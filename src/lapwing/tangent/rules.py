@@ -55,7 +55,7 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
 def methods(*names: str) -> list[Callable]:
     """The functions of these names in torch and on Tensor."""
     found = [getattr(owner, name, None) for name in names for owner in (torch, Tensor)]
-    return [function for function in found if function is not None]
+    return [function for function in found if callable(function)]  # torch.float is none
 
 
 # -- contractions ---------------------------------------------------------------------------------------------------

@@ -59,8 +59,7 @@ def register(rule: Rule, *functions: Callable) -> None:
 
 def functional(*names: str) -> list[Callable]:
     """The functions of these names in torch, torch.nn.functional, and on Tensor."""
-    found = methods(*names) + [getattr(F, name) for name in names if hasattr(F, name)]
-    return [function for function in found if callable(function)]  # torch.float is no function
+    return methods(*names) + [getattr(F, name) for name in names if hasattr(F, name)]
 
 
 def propagate(node: Node, given: Sequence[Tensor | None]) -> Squares:
