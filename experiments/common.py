@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import hashlib
 import json
 import math
 import os
@@ -43,6 +44,8 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+
+from lapwing.serialize import read, write
 
 STYLE: dict[Any, Any] = {
     "figure.dpi": 110,
@@ -137,6 +140,24 @@ class Experiment:
         path = self.out / name
         figure.savefig(path)
         return path
+
+
+Stored = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def cached(make: Callable[[], Stored], file: str, config: Mapping[str, Any]) -> Stored:
+    """Tensors by name and plain figures from `make`; where LAPWING_CACHE names a folder, they are kept there.
+
+    They are found again by `config` and the code in `file` (its __file__) that made them.
+    """
+    folder = os.environ.get("LAPWING_CACHE")
+    if folder is None:
+        return make()
+    text = json.dumps(config, sort_keys=True) + Path(file).read_text()
+    path = Path(folder) / f"{Path(file).parent.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.lapwing"
+    if not path.exists():
+        write(path, *make())
+    return read(path)
 
 
 def provenance(folder: Path) -> dict[str, Any]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import Stored, cached
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -60,15 +57,12 @@ def train(model: nn.Module, x: Tensor, y: Tensor, config: dict[str, Any]) -> tup
 
 def trained(model: nn.Module, x: Tensor, y: Tensor, config: dict[str, Any]) -> tuple[list[float], float]:
     """As `train`; where LAPWING_CACHE names a folder, weights of the same code and configuration are kept there."""
-    cache = os.environ.get("LAPWING_CACHE")
-    if cache is None:
-        return train(model, x, y, config)
     names = ("seed", "channels", "hidden", "train", "epochs", "batch", "rate", "training_precision")
-    text = json.dumps({name: config[name] for name in names}) + Path(__file__).read_text()
-    path = Path(cache) / f"c17-{hashlib.sha256(text.encode()).hexdigest()[:16]}.pt"
-    if not path.exists():
+
+    def make() -> Stored:
         losses, seconds = train(model, x, y, config)
-        torch.save({"weights": model.state_dict(), "losses": losses, "seconds": seconds}, path)
-    kept = torch.load(path, weights_only=True)
-    model.load_state_dict(kept["weights"])
-    return kept["losses"], kept["seconds"]
+        return model.state_dict(), {"losses": losses, "seconds": seconds}
+
+    weights, figures = cached(make, __file__, {name: config[name] for name in names})
+    model.load_state_dict(weights)
+    return figures["losses"], figures["seconds"]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import Stored, cached
 from torch import Tensor, nn
 
 from lapwing.estimate import kfac
@@ -72,17 +69,19 @@ def train(model: nn.Module, x: Tensor, config: dict[str, Any]) -> tuple[dict[int
 
 def trained(model: nn.Module, x: Tensor, config: dict[str, Any]) -> tuple[dict[int, State], list[float]]:
     """As `train`; where LAPWING_CACHE names a folder, weights of the same code and configuration are kept there."""
-    cache = os.environ.get("LAPWING_CACHE")
-    if cache is None:
-        return train(model, x, config)
     names = ("seed", "hidden", "train", "batch", "updates", "refresh", "adapt", "weight_decay", "first_damping")
-    text = json.dumps({name: config[name] for name in (*names, "damping_decay", "measure_at")})
-    path = Path(cache) / f"c26-{hashlib.sha256((text + Path(__file__).read_text()).encode()).hexdigest()[:16]}.pt"
-    if not path.exists():
+
+    def make() -> Stored:
         kept, losses = train(model, x, config)
-        torch.save({"kept": kept, "losses": losses}, path)
-    found = torch.load(path, weights_only=True)
-    return found["kept"], found["losses"]
+        tensors = {f"{update} {name}": value for update, state in kept.items() for name, value in state.items()}
+        return tensors, {"losses": losses}
+
+    tensors, figures = cached(make, __file__, {name: config[name] for name in (*names, "damping_decay", "measure_at")})
+    kept: dict[int, State] = {}
+    for key, value in tensors.items():
+        update, name = key.split(" ")
+        kept.setdefault(int(update), {})[name] = value
+    return kept, figures["losses"]
 
 
 def _copy(model: nn.Module) -> State:

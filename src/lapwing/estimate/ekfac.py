@@ -25,7 +25,7 @@ import torch
 from lapwing.errors import ParameterError
 from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.diagonal import SquareSum
-from lapwing.estimate.factors import Accumulator, DenseVector, DiagonalVector
+from lapwing.estimate.factors import Accumulator, DenseVector, DiagonalVector, Known
 from lapwing.estimate.kronecker import KroneckerOptions, accumulate, collect, kflr, name_of
 from lapwing.estimate.passes import Batches, pulled, repeated
 from lapwing.estimate.symmetric import SymmetricSum
@@ -108,24 +108,10 @@ class Corrected(Accumulator):
         return self.block
 
 
-@dataclass
-class Done(Accumulator):
-    """A block that the first pass has found already."""
-
-    segments: Segments
-    found: Curvature
-
-    def add(self, pieces: list[Piece], first: bool) -> None:
-        pass
-
-    def curvature(self) -> Curvature:
-        return self.found
-
-
 def _second(segments: Segments, curvature: Curvature) -> Accumulator:
     if isinstance(curvature, Kronecker):
         return Corrected.of(segments, CorrectedKronecker.of(curvature))
-    return Done(segments, curvature)
+    return Known(segments, curvature)
 
 
 def _only(segments: Segments, curvature: Curvature, tangent: Tangent) -> Accumulator:

@@ -41,6 +41,20 @@ class Accumulator(ABC):
 
 
 @dataclass
+class Known(Accumulator):
+    """A block that was found before; the rows of another pass change nothing."""
+
+    segments: Segments
+    found: Curvature
+
+    def add(self, pieces: list[Piece], first: bool) -> None:
+        pass
+
+    def curvature(self) -> Curvature:
+        return self.found
+
+
+@dataclass
 class DenseVector(Accumulator):
     segments: Segments
     total: SymmetricSum

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import DataError, ParameterError, UnsupportedOperationError
+from lapwing.errors import UnsupportedOperationError
 from lapwing.estimate.cotangents import Cotangents, exact
-from lapwing.estimate.factors import Accumulator
-from lapwing.estimate.kronecker import KroneckerOptions, collect
-from lapwing.estimate.passes import Batches, _named, observe, pair
+from lapwing.estimate.factors import Accumulator, Known
+from lapwing.estimate.kronecker import KroneckerOptions, check_whole, collect
+from lapwing.estimate.passes import Batches, check_independent, named, numbered, observe, pair
 from lapwing.estimate.recursive.layers import Weight, biases_apart, weights
 from lapwing.estimate.recursive.places import ALTERNATIVES
 from lapwing.estimate.recursive.pool import MaxPool
@@ -34,11 +34,9 @@ from lapwing.estimate.recursive.structure import Structure, structure
 from lapwing.estimate.recursive.walk import walk_back
 from lapwing.estimate.symmetric import GramSum
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Blocks, Curvature, Dense, Diagonal, Segments
+from lapwing.linalg import Blocks, Dense, Diagonal, Segments
 from lapwing.linalg.rows import chunks
 from lapwing.tangent import Tangent
-from lapwing.tangent.inputs import take
-from lapwing.tangent.model import FEW_SAMPLES
 from lapwing.tangent.tape import Value, record
 
 
@@ -53,24 +51,17 @@ def kfra(
 ) -> Blocks:
     """Kronecker factors with the output factor propagated in expectation: its cost does not depend on the outputs."""
     settings = KroneckerOptions.of(options)
-    if tangent.space.index is not None:
-        raise ParameterError(
-            "a sub-network given by a mask cuts through weights, which a Kronecker block cannot follow; expected whole "
-            "tensors. Select by name or module, or use a full, block or diagonal structure."
-        )
+    check_whole(tangent.space)
     if tangent.differentiable:  # a curvature is no function of the inputs
         tangent = replace(tangent, differentiable=False)
     found: _Pass | None = None
-    for number, batch in enumerate(batches):
-        with _named(number), torch.inference_mode(False):
+    for number, batch in numbered(batches):
+        with named(number), torch.inference_mode(False):
             x, y = pair(batch)
             if found is None:
                 found = _Pass.begin(tangent, x, settings)
             found.watch(x, y, likelihood, batches, cotangents, generator)
-    if found is None:
-        raise DataError(
-            "the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last."
-        )
+    assert found is not None, "a pass without a batch is refused"
     with torch.inference_mode(False):
         return found.end()
 
@@ -89,7 +80,7 @@ class _Pass:
 
     @staticmethod
     def begin(tangent: Tangent, x: Any, options: KroneckerOptions) -> _Pass:
-        tangent.at(take(x, slice(0, FEW_SAMPLES)))  # data points that depend on each other are refused here
+        check_independent(tangent, x)
         with torch.no_grad():
             found = structure(tangent, x, biases_apart)
             _check_sizes(found)
@@ -156,21 +147,7 @@ class _Pass:
         segments = Segments(((start, start + len(G)),))
         small = len(G) <= self.options.dense_limit
         found = Dense(self.count * G) if small else Diagonal(self.count * G.diagonal())
-        self.blocks[segments] = Ready(segments, found)
-
-
-@dataclass
-class Ready(Accumulator):
-    """A block that is known."""
-
-    segments: Segments
-    found: Curvature
-
-    def add(self, pieces: list, first: bool) -> None:
-        raise NotImplementedError("a block that is known takes no rows")
-
-    def curvature(self) -> Curvature:
-        return self.found
+        self.blocks[segments] = Known(segments, found)
 
 
 def _check_sizes(found: Structure) -> None:

@@ -97,11 +97,7 @@ BlockOf = Callable[[Segments, Sequence[Piece]], Accumulator]
 
 def accumulate(rows: Iterable[Pulled], tangent: Tangent, dense_limit: int, block_of: BlockOf) -> None:
     """One pass: every weight with its bias, and every other tensor, to the block that it forms."""
-    if tangent.space.index is not None:
-        raise ParameterError(
-            "a sub-network given by a mask cuts through weights, which a Kronecker block cannot follow; expected whole "
-            "tensors. Select by name or module, or use a full, block or diagonal structure."
-        )
+    check_whole(tangent.space)
     plans: dict[Probe, Plan] = {}
     for batch in rows:
         probe = batch.linearisation.probe
@@ -112,6 +108,15 @@ def accumulate(rows: Iterable[Pulled], tangent: Tangent, dense_limit: int, block
             block.add(
                 [batch.pieces[i] if part is None else batch.pieces[i].split()[part] for i, part in members], batch.first
             )
+
+
+def check_whole(space: ParamSpace) -> None:
+    """Refuses parts of weights."""
+    if space.index is not None:
+        raise ParameterError(
+            "a sub-network given by a mask cuts through weights, which a Kronecker block cannot follow; expected whole "
+            "tensors. Select by name or module, or use a full, block or diagonal structure."
+        )
 
 
 # -- which parameters form a block ----------------------------------------------------------------------------------

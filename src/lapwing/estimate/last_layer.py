@@ -21,12 +21,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.errors import DataError
 from lapwing.estimate.blocks import partition
 from lapwing.estimate.cotangents import Columns, Cotangents, exact, fisher
 from lapwing.estimate.diagonal import SquareSum
 from lapwing.estimate.kronecker import KroneckerOptions
-from lapwing.estimate.passes import Batches, _named, observe, pair
+from lapwing.estimate.passes import Batches, named, numbered, observe, pair
 from lapwing.estimate.symmetric import GramSum, SymmetricSum, mirrored
 from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Block, Blocks, Dense, Diagonal, Kronecker, MatrixLayout, Piece, Term
@@ -152,7 +151,7 @@ class Step:
         """[phi; 1] and H at the positions of some data points, as many as fit with `entries` numbers for each."""
         right, rows = self.linear_map.right, self.linear_map.layout.rows
         for part in chunks(len(right), 8 * entries * right.shape[1], self.linear_map.budget):
-            with _named(self.number):
+            with named(self.number):
                 hessian = self._hessian(part).detach().to(right.dtype)
             yield right[part].flatten(0, 1), hessian.reshape(-1, rows, rows)
 
@@ -207,7 +206,7 @@ class Step:
         assert self.columns is not None
         value = self.linear_map.value
         step = max(1, self.linear_map.budget // (3 * value.numel() * value.element_size()))
-        with _named(self.number):
+        with named(self.number):
             for chunk in self.columns.chunked(step):
                 # a noise level that requires gradients would leave part of a graph in the sums
                 yield chunk.detach().to(value.dtype)
@@ -221,10 +220,8 @@ def _steps(
     generator: torch.Generator | None,
 ) -> Iterator[Step]:
     """Every batch, checked; errors name it."""
-    empty = True
-    for number, batch in enumerate(batches):
-        empty = False
-        with _named(number):
+    for number, batch in numbered(batches):
+        with named(number):
             x, y = pair(batch)
             found = tangent.at(x)
             found = replace(found, output=found.output.detach(), shared=found.shared.detach())
@@ -232,10 +229,6 @@ def _steps(
             closed = cotangents in (exact, fisher) and _factors(likelihood, found)
             columns = None if closed else cotangents(likelihood, found.value, y, generator)
         yield Step(number, found, y, likelihood, cotangents, columns)
-    if empty:
-        raise DataError(
-            "the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last."
-        )
 
 
 def _factors(likelihood: Likelihood, linear_map: FeatureMap) -> bool:

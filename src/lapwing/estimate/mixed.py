@@ -28,7 +28,7 @@ from torch import Tensor
 from lapwing.errors import DataError
 from lapwing.estimate.cotangents import Columns, Cotangents, exact, fisher
 from lapwing.estimate.diagonal import SquareSum
-from lapwing.estimate.passes import Batches, _named, observe, pair
+from lapwing.estimate.passes import Batches, named, numbered, observe, pair
 from lapwing.estimate.propagated import add_squares, collect, variances, walk
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Diagonal
@@ -64,16 +64,10 @@ def mixed_diagonal(
         )
     tangent = replace(tangent, differentiable=False) if tangent.differentiable else tangent
     mixed = _Mixed.empty(tangent, likelihood, cotangents, generator, columns, exact_bottleneck)
-    empty = True
-    for number, batch in enumerate(batches):
-        empty = False
-        with _named(number):
+    for number, batch in numbered(batches):
+        with named(number):
             x, y = pair(batch)
             mixed.add(x, y, batches)
-    if empty:
-        raise DataError(
-            "the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last."
-        )
     return Diagonal(tangent.space.restrict(mixed.propagated) + mixed.exactly.vector())
 
 

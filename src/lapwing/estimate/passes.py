@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import DataError, LapwingError
+from lapwing.errors import DataError, LapwingError, ModelError
 from lapwing.estimate.cotangents import Cotangents
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg.rows import Piece
 from lapwing.tangent import Linearisation, Tangent
-from lapwing.tangent.inputs import all_finite
+from lapwing.tangent.inputs import all_finite, take
+from lapwing.tangent.model import FEW_SAMPLES
 
 Batches = Iterable[Any]
 
@@ -82,18 +83,12 @@ def linearised(tangent: Tangent, likelihood: Likelihood, batches: Batches) -> It
     """(linearisation, targets) of every batch, checked; errors name the batch."""
     if tangent.differentiable:  # a curvature is no function of the inputs
         tangent = replace(tangent, differentiable=False)
-    empty = True
-    for number, batch in enumerate(batches):
-        empty = False
-        with _named(number):
+    for number, batch in numbered(batches):
+        with named(number):
             x, y = pair(batch)
             linearisation = tangent.at(x)
             observe(batches, likelihood, linearisation.value, y)
         yield linearisation, y
-    if empty:
-        raise DataError(
-            "the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last."
-        )
 
 
 def pulled(
@@ -105,7 +100,7 @@ def pulled(
 ) -> Iterator[Pulled]:
     """Rows of every batch, for as many cotangents at a time as the budget allows."""
     for number, (linearisation, y) in enumerate(linearised(tangent, likelihood, batches)):
-        with _named(number):
+        with named(number):
             columns = cotangents(likelihood, linearisation.value, y, generator)
         # a quarter of the budget keeps a fit near the memory of a training step, at next to no cost in time
         step = max(1, tangent.budget // 4 // max(1, linearisation.cotangent_bytes))
@@ -139,6 +134,14 @@ def check_loss(likelihood: Likelihood, value: Tensor, y: Any) -> Tensor:
     return loss
 
 
+def check_independent(tangent: Tangent, x: Any) -> None:
+    """Refuses a model that mixes its samples, as a linearisation of a few of them finds out."""
+    try:
+        tangent.at(take(x, slice(0, FEW_SAMPLES)))
+    except ModelError:  # perhaps made for one batch size; other errors come again
+        tangent.at(x)
+
+
 def pair(batch: Any) -> tuple[Any, Any]:
     """(inputs, targets) of a batch."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -150,8 +153,21 @@ def pair(batch: Any) -> tuple[Any, Any]:
     )
 
 
+def numbered(batches: Batches) -> Iterator[tuple[int, Any]]:
+    """Batches with their numbers; a loader without any is an error."""
+    number = -1
+    for number, batch in enumerate(batches):
+        yield number, batch
+    if number < 0:
+        raise no_batch()
+
+
+def no_batch() -> DataError:
+    return DataError("the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last.")
+
+
 @contextmanager
-def _named(number: int) -> Iterator[None]:
+def named(number: int) -> Iterator[None]:
     """Errors say which batch is at fault."""
     try:
         yield

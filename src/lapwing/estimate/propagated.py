@@ -13,20 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.errors import DataError, ModelError
 from lapwing.estimate.cotangents import Cotangents, exact
-from lapwing.estimate.passes import Batches, _named, observe, pair
+from lapwing.estimate.passes import Batches, check_independent, named, numbered, observe, pair
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Diagonal
 from lapwing.tangent import Tangent
-from lapwing.tangent.inputs import take
-from lapwing.tangent.model import FEW_SAMPLES
 from lapwing.tangent.squares import propagate
 from lapwing.tangent.tape import Node, Tape, Value, record
 
@@ -57,10 +53,8 @@ def taped(
     generator: torch.Generator | None,
 ) -> Iterator[tuple[Tape, Tensor]]:
     """(tape, variances at the outputs) of every batch, checked; errors name the batch."""
-    empty = True
-    for number, batch in enumerate(batches):
-        empty = False
-        with _named(number):
+    for number, batch in numbered(batches):
+        with named(number):
             x, y = pair(batch)
             if number == 0:
                 check_independent(tangent, x)
@@ -69,18 +63,6 @@ def taped(
             observe(batches, likelihood, value, y)
             m = variances(likelihood, value, y, cotangents, generator, tangent.budget)
         yield tape, m.detach()
-    if empty:
-        raise DataError(
-            "the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last."
-        )
-
-
-def check_independent(tangent: Tangent, x: Any) -> None:
-    """Refuses a model that mixes its samples, as a linearisation of a few of them finds out."""
-    try:
-        tangent.at(take(x, slice(0, FEW_SAMPLES)))
-    except ModelError:  # perhaps made for one batch size; other errors come again
-        tangent.at(x)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lapwing.errors import CurvatureError, DataError, LapwingError, OptionError, StorageError
 from lapwing.estimate.dual import LIMIT
-from lapwing.estimate.passes import Watched
+from lapwing.estimate.passes import Watched, no_batch
 from lapwing.laplace.data import Seen
 from lapwing.laplace.files import described, options
 from lapwing.laplace.structures import RANDOM, AnyTangent
@@ -87,9 +87,7 @@ def checkpointed(
         _check_rows(laplace, progress.total)
         _write(path, same, progress, seen, generator)
     if progress.total is None:
-        raise DataError(
-            "the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last."
-        )
+        raise no_batch()
     return progress.total
 
 

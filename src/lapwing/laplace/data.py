@@ -13,6 +13,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from lapwing.errors import DataError
+from lapwing.estimate.passes import no_batch
 from lapwing.evidence import GaussianFit
 from lapwing.tangent.inputs import map_tensors
 
@@ -58,7 +59,7 @@ def peek(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
         source = source.loader
     for first in iterator:
         return first, chain([first], iterator) if isinstance(source, Iterator) else loader
-    raise DataError("the loader yields no batch; expected at least one (x, y) pair. Check the dataset and drop_last.")
+    raise no_batch()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,6 +22,20 @@ _DROPOUT = frozenset(
 _ASKS_FOR_MODES = "has_torch_function"
 RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 WRITING, REFUSABLE = "writes into its first argument", "may be random, or couple samples"
+
+
+class TensorSet:
+    """Tensors by identity, for as long as they live."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref] = {}
+
+    def add(self, *found: Tensor) -> None:
+        self._known.update((id(tensor), weakref.ref(tensor)) for tensor in found)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        known = self._known.get(id(tensor))
+        return known is not None and known() is tensor
 
 
 def flat(args: Any, kwargs: Any) -> list[Tensor]:

@@ -7,7 +7,6 @@ without a rule makes its parameters *opaque*: they are differentiated sample by 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from lapwing.tangent.inputs import tensors
 from lapwing.tangent.operations import (
     RECURRENT,
     REFUSABLE,
+    TensorSet,
     descend,
     differentiable_twice,
     flat,
@@ -119,8 +119,8 @@ class Recorder(TorchFunctionMode):
         self._sources: dict[int, tuple[Tensor, Source, int]] = {}
         for name, alias in self._whole.items():
             self._register(parameters[name], alias)
-        self._data: dict[int, weakref.ref] = {}
-        self._mark(list(tensors(inputs)))
+        self._data = TensorSet()
+        self._data.add(*tensors(inputs))
 
     # -- what is known of a tensor ---------------------------------------------------------------------------------
 
@@ -138,13 +138,7 @@ class Recorder(TorchFunctionMode):
         self._sources[id(tensor)] = (tensor, source, tensor._version)
 
     def _mark(self, out: Any) -> None:
-        for tensor in out if isinstance(out, (list, tuple)) else (out,):
-            if isinstance(tensor, Tensor):
-                self._data[id(tensor)] = weakref.ref(tensor)
-
-    def _is_data(self, tensor: Tensor) -> bool:
-        known = self._data.get(id(tensor))
-        return known is not None and known() is tensor
+        self._data.add(*(t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)))
 
     # -- the mode --------------------------------------------------------------------------------------------------
 
@@ -160,7 +154,7 @@ class Recorder(TorchFunctionMode):
         self.record.trace = hash((self.record.trace, name, *(a for a in args if type(a) in _SIZES)))
         given = flat(args, kwargs)
         read = [t for t in given if id(t) in self._sources]
-        data = any(self._is_data(t) for t in given)
+        data = any(t in self._data for t in given)
         target = written_to(kind, args, kwargs)
         if not read:
             out = func(*args, **kwargs)

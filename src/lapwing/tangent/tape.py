@@ -28,7 +28,16 @@ from lapwing.tangent.checks import check_output, check_trainable
 from lapwing.tangent.guard import plain_attention, unchanged
 from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, tensors
 from lapwing.tangent.model import Tangent
-from lapwing.tangent.operations import REFUSABLE, WRITING, descend, flat, refuse_train_mode, traits, written_to
+from lapwing.tangent.operations import (
+    REFUSABLE,
+    WRITING,
+    TensorSet,
+    descend,
+    flat,
+    refuse_train_mode,
+    traits,
+    written_to,
+)
 from lapwing.tangent.squares import Rule
 from lapwing.tangent.squares_more import RULES
 from lapwing.tangent.tape_plain import attention, composite, inlined
@@ -179,8 +188,8 @@ class TapeRecorder(TorchFunctionMode):
         self.parameters: dict[str, Value] = {}
         self._known: dict[int, tuple[weakref.ref, Value | None, int]] = {}
         self._inside: list[Callable] = []
-        self._data: dict[int, weakref.ref] = {}
-        self._mark(list(tensors(inputs)))
+        self._data = TensorSet()
+        self._data.add(*tensors(inputs))
         for name, tensor in parameters.items():
             value = Value(get_gradient_edge(tensor), tensor.shape, tensor.dtype, parameter=name, derived=True)
             self.parameters[name] = value
@@ -199,13 +208,6 @@ class TapeRecorder(TorchFunctionMode):
 
     def _register(self, tensor: Tensor, value: Value | None) -> None:
         self._known[id(tensor)] = weakref.ref(tensor), value, _version(tensor)
-
-    def _mark(self, made: Sequence[Tensor]) -> None:
-        self._data.update((id(tensor), weakref.ref(tensor)) for tensor in made)
-
-    def _is_data(self, tensor: Tensor) -> bool:
-        known = self._data.get(id(tensor))
-        return known is not None and known() is tensor
 
     def value(self, tensor: Tensor, reader: str) -> Value | None:
         """What is known of a tensor that an operation reads; None for one that no parameter in question went into."""
@@ -242,8 +244,8 @@ class TapeRecorder(TorchFunctionMode):
         given = flat(args, kwargs)
         if not torch.is_grad_enabled():  # nothing that is made here leads back to a parameter
             out = func(*args, **kwargs)
-            if any(self._is_data(tensor) or tensor.requires_grad for tensor in given):
-                self._mark(_tensors(out))
+            if any(tensor in self._data or tensor.requires_grad for tensor in given):
+                self._data.add(*_tensors(out))
             return out
         found = {number: self.value(tensor, name) for number, tensor in enumerate(given) if tensor.requires_grad}
         inputs = {number: value for number, value in found.items() if value is not None}
@@ -254,7 +256,7 @@ class TapeRecorder(TorchFunctionMode):
                     return func(*args, **kwargs)
             finally:
                 self._inside.pop()
-        data = any(self._is_data(tensor) for tensor in given) or any(not value.derived for value in inputs.values())
+        data = any(tensor in self._data for tensor in given) or any(not value.derived for value in inputs.values())
         before = args
         if inputs and kind is WRITING and args and isinstance(args[0], Tensor):
             before = (args[0].detach().clone(), *args[1:])
@@ -262,7 +264,7 @@ class TapeRecorder(TorchFunctionMode):
         target = written_to(kind, args, kwargs)
         made = [target] if target is not None else _tensors(out)
         if data:
-            self._mark(made)
+            self._data.add(*made)
         if not any(tensor.requires_grad for tensor in made):
             return out
         if inputs:
