@@ -6,12 +6,13 @@ import json
 import resource
 import sys
 from dataclasses import asdict
+from math import log
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing.applications import architecture, network
+from lapwing.applications import architecture, network, tuning
 from lapwing.applications.architecture import Spec, build
 from lapwing.applications.network import Progress, train
 from lapwing.errors import DataError, OptionError
@@ -184,6 +185,41 @@ def test_many_weights_get_kronecker_factors(monkeypatch: pytest.MonkeyPatch) -> 
     assert train(*wave(40), "regression", spec, seed=0, epochs=3)[1].structure == "kron"
 
 
+@pytest.mark.parametrize(
+    ("best", "found", "tried"),
+    [
+        (1.0, 1.0, [3, 1 / 3]),
+        (1 / 9, 1 / 9, [3, 1 / 3, 1 / 9, 1 / 27]),
+        (9.0, 9.0, [3, 9, 27]),
+        (1e6, 81, [3, 9, 27, 81]),
+    ],
+)
+def test_the_prior_of_classes_goes_where_the_evidence_grows(
+    best: float, found: float, tried: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each precision is tried from the best weights so far; the evidence is put in place of the training here."""
+    seen: list[float] = []
+
+    def stretch(run: network._Run, epochs: int, rate: float, prior: Prior, sigma: Tensor, *rest: object) -> object:
+        weights = [parameter.detach() + len(seen) for parameter in run.model.parameters()]
+        seen.append(float(prior.precisions[0]))
+        return network._Kept(-abs(float(prior.precisions[0].log()) - log(best)), prior, sigma, weights)
+
+    monkeypatch.setattr(network._Run, "stretch", stretch)
+    x, y = rings(30)
+    _, la = train(x, y, "classification", Spec(2, 3, width=4), seed=0, epochs=8, structure="kron")
+    assert seen == pytest.approx([1, *tried])
+    assert la.prior_precision.tolist() == pytest.approx([found] * 2)
+
+
+def test_every_stretch_of_classes_is_told_of() -> None:
+    told: list[Progress] = []
+    train(*rings(60), "classification", Spec(2, 3, width=4), seed=0, epochs=8, callback=told.append)
+    assert [each.epoch for each in told] == list(range(1, len(told) + 1))
+    assert {each.epochs for each in told} == {16}
+    assert 8 + 2 * 2 <= len(told) <= 16
+
+
 def test_the_evidence_of_some_rows_is_scaled_to_all_of_them() -> None:
     x, y = wave(64)
     model = build(Spec(2, 1, width=4, depth=1), dtype=torch.float32)
@@ -191,7 +227,7 @@ def test_the_evidence_of_some_rows_is_scaled_to_all_of_them() -> None:
     la.fit([(x, y.unsqueeze(1))] * 3)
     three = la.evidence
     la.fit([(x, y.unsqueeze(1))])
-    scaled = network._scaled(la.evidence, 3)
+    scaled = tuning.scaled(la.evidence, 3)
     prior = Prior.layerwise(la.space, 0.7)
     torch.testing.assert_close(scaled.log_marginal(prior, 0.3), three.log_marginal(prior, 0.3), rtol=1e-4, atol=0)
 
@@ -202,7 +238,7 @@ def test_updates_come_to_rest_where_the_evidence_is_stationary() -> None:
     la = network.Laplace(model, "regression", "all", "full")
     la.fit([(x.double(), y.double().unsqueeze(1))])
     start = Prior.layerwise(la.space, 1.0)
-    prior, sigma, value = network._reestimated(la.evidence, start, torch.ones((), dtype=torch.float64), 300)
+    prior, sigma, value = tuning.reestimated(la.evidence, start, torch.ones((), dtype=torch.float64), 300)
     free = torch.cat([prior.precisions, sigma.reshape(1)]).log().requires_grad_()
     found = la.evidence.log_marginal(prior.with_precisions(free[:-1].exp()), free[-1].exp())
     found.backward()
@@ -218,7 +254,7 @@ def test_a_noise_level_remains_when_all_targets_are_determined() -> None:
     evidence = Evidence(Dense(1e12 * torch.eye(30)), torch.ones(30), GaussianFit(10, torch.tensor(4.0)))
     prior = Prior(30, torch.ones(1))
     assert float(evidence.effective_parameters(prior)) > 10
-    _, sigma, _ = network._reestimated(evidence, prior, torch.ones(()), 5)
+    _, sigma, _ = tuning.reestimated(evidence, prior, torch.ones(()), 5)
     assert float(sigma) == pytest.approx(2.0)  # sqrt(4 / 1): one of ten targets is left
 
 

@@ -2,12 +2,13 @@
 
     x [N, D] float, standardised       y [N] or [N, C] float, standardised, or [N] class numbers 0 .. C - 1
 
-Steps of Adam on the weights alternate, for a regression, with a few updates of precisions (one per layer) and sigma, up
-the Laplace evidence with Kronecker curvature of at most `EVIDENCE_ROWS` rows, scaled to N, so that a round costs the
-same for a million rows. The weights with the largest evidence are kept. The final curvature is of all rows: full [P, P]
-where P and the work N C P^2 are small, Kronecker factors otherwise. Last, the scale of the covariance is checked with
-rows that were not seen (`lapwing.applications.calibration`): a tenth that is kept apart, or, for a regression with the
-full matrix, every row by leaving it out.
+Steps of Adam on the weights alternate with looks at the Laplace evidence, with Kronecker curvature of at most
+`EVIDENCE_ROWS` rows, scaled to N, so that a round costs the same for a million rows. For a regression each look updates
+precisions (one per layer) and sigma; for classes one precision goes by factors of three, with further steps under each,
+as long as the evidence grows. The weights with the largest evidence are kept; they need not be at a mode. The final
+curvature is of all rows: full [P, P] where P and the work N C P^2 are small, Kronecker factors otherwise. Last, the
+scale of the covariance is checked with rows that were not seen (`lapwing.applications.calibration`): a tenth that is
+kept apart, or, for a regression with the full matrix, every row by leaving it out.
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 30).unsqueeze(1)
@@ -20,8 +21,8 @@ full matrix, every row by leaving it out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import ceil, cos, e, log2, pi
+from dataclasses import dataclass
+from math import ceil, cos, log2, pi
 
 import torch
 from jaxtyping import Float
@@ -29,8 +30,9 @@ from torch import Tensor, nn
 
 from lapwing.applications.architecture import Spec, build
 from lapwing.applications.calibration import ERRORS, calibrate, leave_one_out, rescale
+from lapwing.applications.tuning import reestimated, scaled
 from lapwing.errors import DataError, OptionError
-from lapwing.evidence import Evidence, GaussianFit
+from lapwing.evidence import Evidence
 from lapwing.laplace import BaseLaplace, Laplace
 from lapwing.metrics import gaussian_nll, nll
 from lapwing.priors import Prior
@@ -38,11 +40,10 @@ from lapwing.priors import Prior
 EVIDENCE_ROWS = 20_000
 FULL_WEIGHTS, FULL_WORK, FACTOR = 3_000, 2e11, 2_000
 """The full matrix up to so many weights and so much work N C P^2; Kronecker factors up to this size; else diagonal."""
-SIGMA = 1e-3, 10.0
-"""Noise levels that a standardised target can have; a smaller one would be about the rounding of float32."""
-PRECISION = 1e-4, 1e6
 ROUNDS, UPDATES, FINAL_UPDATES = 40, 3, 10
 STEPS, RATE = 8_000, 2e-2
+PRIOR_STEP, STRETCHES = 3.0, 4
+"""Prior precisions that are tried for classes: each times the step, at most so many, with a quarter of the epochs."""
 
 Pair = tuple[Tensor, Tensor]
 
@@ -101,6 +102,30 @@ def train(
 
 
 @dataclass(frozen=True, eq=False)
+class _Kept:
+    """Weights, with the prior and noise they were trained under; the larger the score the better."""
+
+    score: float
+    prior: Prior
+    sigma: Tensor
+    weights: list[Tensor]
+
+
+@dataclass(eq=False)
+class _Clock:
+    """Counts epochs over all stretches and tells a callback."""
+
+    epochs: int
+    callback: Callable[[Progress], object] | None
+    epoch: int = 0
+
+    def tick(self, loss: float, log_marginal: float | None) -> None:
+        self.epoch += 1
+        if self.callback is not None:
+            self.callback(Progress(self.epoch, self.epochs, loss, log_marginal))
+
+
+@dataclass(frozen=True, eq=False)
 class _Run:
     """What does not change while a network is trained."""
 
@@ -115,37 +140,64 @@ class _Run:
 
     def climb(self, validation: Pair | None, callback: Callable[[Progress], object] | None) -> tuple[Prior, Tensor]:
         """Trains the model in place; prior and noise of the weights that were kept."""
+        prior = Prior.layerwise(self.laplace("diag").space, 1.0)
+        quarter = ceil(self.epochs / 4)
+        classes = self.task == "classification"
+        clock = _Clock(self.epochs + classes * STRETCHES * quarter, callback)
+        best = self.stretch(self.epochs, RATE, prior, torch.ones_like(prior.precisions[0]), validation, clock)
+        factors = [PRIOR_STEP, 1 / PRIOR_STEP] if classes else []
+        tried, start = 0, best
+        while factors and tried < STRETCHES:
+            self.put(best)
+            prior = best.prior.with_precisions(best.prior.precisions * factors[0])
+            found = self.stretch(quarter, RATE / 4, prior, best.sigma, validation, clock)
+            tried += 1
+            if found.score > best.score:
+                best = found
+            else:
+                factors = factors[1:] if best is start else []
+        self.put(best)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return best.prior, best.sigma
+
+    def stretch(
+        self,
+        epochs: int,
+        rate: float,
+        prior: Prior,
+        sigma: Tensor,
+        validation: Pair | None,
+        clock: _Clock,
+    ) -> _Kept:
+        """Steps from where the model is, down to 1 % of the rate along a cosine; the weights of the best round."""
         laplace = self.laplace("kron" if self.spec.widest <= FACTOR else "diag")
-        prior = Prior.layerwise(laplace.space, 1.0)
-        sigma = torch.ones_like(prior.precisions[0])
-        parameters = list(self.model.parameters())
-        optimiser = torch.optim.Adam(parameters, lr=RATE)
+        optimiser = torch.optim.Adam(self.model.parameters(), lr=rate)
         # the decomposition of a wide factor takes seconds, and a few steps of the weights change nothing
         rounds = ROUNDS if self.spec.widest <= 500 else ROUNDS // 4
-        every = max(ceil(self.epochs / rounds), ceil(25 * self.size / len(self.x)))
+        every = max(ceil(epochs / rounds), ceil(25 * self.size / len(self.x)))
         rows = torch.randperm(len(self.x), generator=self.generator)[:EVIDENCE_ROWS].sort().values
-        best: tuple[float, Prior, Tensor, list[Tensor]] | None = None
-        for epoch in range(1, self.epochs + 1):
-            # down to 1 % of the rate along a cosine, so that the evidence is finally taken close to a mode
-            share = (epoch - 1) / self.epochs
-            optimiser.param_groups[0]["lr"] = RATE * (0.01 + 0.99 * (1 + cos(pi * share)) / 2)
+        best: _Kept | None = None
+        for epoch in range(1, epochs + 1):
+            share = (epoch - 1) / epochs
+            optimiser.param_groups[0]["lr"] = rate * (0.01 + 0.99 * (1 + cos(pi * share)) / 2)
             loss = self.epoch(optimiser, prior, float(sigma))
             value = None
-            if epoch % every == 0 or epoch == self.epochs:
+            if epoch % every == 0 or epoch == epochs:
                 laplace.fit(_batches(self.x[rows], self.y[rows]), generator=self.generator)
-                evidence = _scaled(laplace.evidence, len(self.x) / len(rows))
+                evidence = scaled(laplace.evidence, len(self.x) / len(rows))
                 prior, sigma, value = self.tuned(evidence, prior, sigma, UPDATES)
                 score = value if validation is None else -self.held_out(laplace, prior, sigma, validation)
-                if best is None or score > best[0]:
-                    best = score, prior, sigma, [p.detach().clone() for p in parameters]
-            if callback is not None:
-                callback(Progress(epoch, self.epochs, loss, value))
+                if best is None or score > best.score:
+                    best = _Kept(score, prior, sigma, [p.detach().clone() for p in self.model.parameters()])
+            clock.tick(loss, value)
         assert best is not None
-        with torch.no_grad():
-            for parameter, kept in zip(parameters, best[3], strict=True):
-                parameter.copy_(kept)
-                parameter.grad = None
-        return best[1], best[2]
+        return best
+
+    @torch.no_grad()
+    def put(self, kept: _Kept) -> None:
+        for parameter, value in zip(self.model.parameters(), kept.weights, strict=True):
+            parameter.copy_(value)
 
     def epoch(self, optimiser: torch.optim.Optimizer, prior: Prior, sigma: float) -> float:
         """One pass of steps, at unit noise, so that a rate means the same whatever sigma is; the mean loss."""
@@ -166,15 +218,15 @@ class _Run:
         return total / len(self.x)
 
     def tuned(self, evidence: Evidence, prior: Prior, sigma: Tensor, updates: int) -> tuple[Prior, Tensor, float]:
-        """Prior and noise after updates, and log Z; for classes the prior stays a unit one.
+        """Prior and noise after updates at these weights, and log Z; for classes the prior stays as it is.
 
         The more a network is sure of its classes, the smaller its curvature, the fewer parameters count as determined,
-        and the stronger the next prior: in one run on digits it came to 640, and the NLL of new rows to 0.173
-        against 0.123 under the unit prior.
+        and the stronger the next prior: updates at given weights run away (on digits to 640, and the NLL of new rows
+        to 0.173 against 0.123), so `climb` compares priors by the weights that each leads to.
         """
         if self.task == "classification":
             return prior, sigma, float(evidence.log_marginal(prior, sigma))
-        return _reestimated(evidence, prior, sigma, updates)
+        return reestimated(evidence, prior, sigma, updates)
 
     def laplace(self, structure: str) -> BaseLaplace:
         # exact factors cost a backward pass per output, one draw per row costs one in all
@@ -245,36 +297,6 @@ def _apart(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Pair, Pair
 def _split(flat: Float[Tensor, " params"], model: nn.Module) -> tuple[Tensor, ...]:
     """A flat vector by parameter tensors."""
     return flat.split([parameter.numel() for parameter in model.parameters()])
-
-
-def _scaled(evidence: Evidence, scale: float | int) -> Evidence:
-    """The evidence of `scale` times as many rows of the same kind."""
-    if scale == 1:
-        return evidence
-    fit = evidence.fit
-    more = GaussianFit(round(fit.targets * scale), fit.squares * scale) if isinstance(fit, GaussianFit) else fit * scale
-    return replace(evidence, curvature=evidence.curvature * scale, fit=more)
-
-
-@torch.no_grad()
-def _reestimated(evidence: Evidence, prior: Prior, sigma: Tensor, updates: int) -> tuple[Prior, Tensor, float]:
-    """MacKay's updates, no further than a factor e at a time, as the weights are not yet at their mode; log Z after.
-
-    alpha = gamma / |theta|^2 per layer, and sigma^2 = SSE / (N - gamma): where the structure counts nearly as many
-    determined parameters as there are targets, a tenth of the targets is still left to estimate the noise from.
-    """
-    squares = prior.sums(evidence.mean.square()).clamp_min(torch.finfo(prior.precisions.dtype).tiny)
-    for _ in range(updates):
-        gamma = evidence.effective_parameters(prior, sigma).clamp_min(0)
-        if isinstance(fit := evidence.fit, GaussianFit):
-            left = (fit.targets - gamma.sum()).clamp_min(fit.targets / 10)
-            sigma = _near((fit.squares / left).sqrt(), sigma, SIGMA)
-        prior = prior.with_precisions(_near(gamma / squares, prior.precisions, PRECISION))
-    return prior, sigma, float(evidence.log_marginal(prior, sigma))
-
-
-def _near(value: Tensor, before: Tensor, bounds: tuple[float, float]) -> Tensor:
-    return value.clamp(before / e, before * e).clamp(*bounds)
 
 
 def _batch_size(rows: int) -> int:
