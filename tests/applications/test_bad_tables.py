@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,8 +13,10 @@ import pandas as pd
 import pytest
 
 from lapwing.applications.bundle import Bundle
+from lapwing.applications.columns import as_days, as_numbers, infer
 from lapwing.applications.fitting import fit_table
 from lapwing.applications.network import Spec
+from lapwing.applications.reading import open_table
 from lapwing.errors import DataError, LapwingWarning
 
 SMALL = Spec(1, 1, width=4, depth=1)
@@ -61,6 +64,10 @@ def written(folder: Path, text: str | bytes) -> Path:
         (b"a,y\n\x00\x01\x02\n" * 10, "not a text file"),
         (b"\x1f\x8b broken", "Is the file complete"),
         (b"PAR1 broken", "Is the file complete"),
+        (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + b"\xff" * 40, "Is the file complete"),
+        ("a,y\n1,2\n".encode("utf-16")[:-1], "UTF-16"),
+        ('a,y\n1,2\n"3,4\n' + "1,2\n" * 20, "double quote is opened in about line 3"),
+        ("a,y\n" + "1,NA\n2,x\n3,None\n" * 20, "besides cells that are empty, or hold a mark such as NA"),
     ],
 )
 def test_what_cannot_be_used_is_explained(tmp_path: Path, text: str | bytes, message: str) -> None:
@@ -253,6 +260,67 @@ def test_differences_that_rounding_hides() -> None:
 def test_importing_lapwing_does_not_import_pandas() -> None:
     code = "import sys, lapwing; assert 'pandas' not in sys.modules and 'sklearn' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- ways of writing numbers, dates and files -----------------------------------------------------------------------
+
+
+def numbers(path: Path, column: str) -> list[float]:
+    return as_numbers(pd.concat(open_table(path).chunks())[column]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("d;a;y\n31.12.2020;1,5;2\n01.02.2021;-2,25;3\n", [1.5, -2.25]),  # a date has points; the decimals are commas
+        ("a;y\n1.234,5;2\n-12;3\n1.000.000;3\n", [1234.5, -12, 1e6]),
+        ("a;y\n1 234,5;2\n0,5;3\n", [1234.5, 0.5]),
+        ("a;y\n1.234;2,5\n0.5;3\n", [1.234, 0.5]),  # 0.5 has a decimal point, so that 1.234 has one, too
+        ('a,y\n"1,234.5",2\n999,3\n"-1,000,000",3\n', [1234.5, 999, -1e6]),
+        ("a\ty\n1,234,567\t2\n1,234\t3\n", [1234567, 1234]),
+        ('a,y\n1\'234.5,2\n1\u202f000,3\n"12,34",3\n', [1234.5, 1000, np.nan]),
+        ("sep=;\na;y\n1,5;2\n", [1.5]),
+        ("\ufeffsep=;\r\n;\r\n\r\na;y\r\n1,5;2\r\n", [1.5]),
+        (",\n,\na,y\n1.5,2\n", [1.5]),
+    ],
+)
+def test_numbers_as_they_are_written_elsewhere(tmp_path: Path, text: str, wanted: list[float]) -> None:
+    np.testing.assert_array_equal(numbers(written(tmp_path, text), "a"), wanted)
+
+
+def test_marks_of_thousands_are_noted() -> None:
+    column = pd.Series(["1,234", "99", "12", "1,250.5"] * 5)
+    kind = infer([pd.DataFrame({"a": column})])["a"]
+    assert kind.name == "number"
+    assert kind.note == "Each ',' in 'a' (such as '1,234') is taken as a mark of thousands."
+
+
+def test_bytes_that_windows_does_not_know_are_replaced(tmp_path: Path) -> None:
+    path = written(tmp_path, b"a,c\n1,\x81\xe4\n2,b\n")
+    assert pd.concat(open_table(path).chunks())["c"].tolist() == ["\ufffdä", "b"]
+
+
+def test_cells_may_hold_what_elsewhere_ends_a_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "a,c\u2028 d\n1,x\x0cy\n2,b\n")
+    assert open_table(path).columns == ("a", "c\u2028 d")
+    assert pd.concat(open_table(path).chunks())["c\u2028 d"].tolist() == ["x\x0cy", "b"]
+
+
+def test_long_cells_are_no_error(tmp_path: Path) -> None:
+    path = written(tmp_path, f'a,c\n1,"{"word " * 40_000}"\n2,b\n')
+    assert len(pd.concat(open_table(path).chunks())) == 2
+
+
+def test_a_date_that_stands_for_never() -> None:
+    dates = pd.Series(["1970-01-02", "9999-12-31", None])
+    np.testing.assert_array_equal(as_days(dates, "ISO8601"), [1, 2932896, np.nan])
+
+
+def test_what_is_no_file_on_disk_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for source in (tmp_path / "pipe", "-"):
+        with pytest.raises(DataError, match="read several times"):
+            open_table(source)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
     kinds = infer(table.chunks())        # {name: Kind}: one pass; memory O(columns x DISTINCT)
 
 A column is a number where nine tenths of what it holds can be read as one; what cannot counts as missing, with a note.
+Marks of thousands (1,234.5; 1 234.5; 1'234.5) are no hindrance, and are noted.
 Words that repeat are categories; words of which most are different (names, remarks) are text, and left out.
 """
 
@@ -26,6 +27,7 @@ TRUTH = ({"true": 1.0, "false": 0.0}, {"yes": 1.0, "no": 0.0}, {"y": 1.0, "n": 0
 TIMES = ("", " %H:%M", " %H:%M:%S")
 FORMATS = ("ISO8601", *(day + time for day in ("%Y/%m/%d", "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y") for time in TIMES))
 BLANK = {"", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "<NA>", "#N/A", *MISSING}
+THOUSANDS = r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?|[-+]?\d{1,3}(?:[ '\u00a0\u202f]\d{3})+(?:\.\d+)?"
 IDENTIFIERS = {"id", "index", "idx", "row", "rowid", "row id", "nr", "no", "number", "#", "key"}
 
 
@@ -81,8 +83,18 @@ def as_numbers(column: Series) -> np.ndarray:
     elif pd.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind != "c":
         values = column.to_numpy(dtype=np.float64, na_value=np.nan)
     else:
-        values = pd.to_numeric(as_text(column), errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+        values = read_numbers(as_text(column))
     return np.where(np.abs(values) <= LARGEST, values, np.nan)
+
+
+def read_numbers(words: Series) -> np.ndarray:
+    """Words as float64, also with marks of thousands; NaN where one is no number."""
+    values = pd.to_numeric(words, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan, copy=True)
+    for place in np.flatnonzero(np.isnan(values) & words.notna().to_numpy()):
+        word = words.iloc[place]
+        if re.fullmatch(THOUSANDS, word):
+            values[place] = float(re.sub(r"[^-+.\d]", "", word))
+    return values
 
 
 def as_truth(column: Series) -> np.ndarray:
@@ -97,7 +109,8 @@ def as_days(column: Series, form: str) -> np.ndarray:
         column = _dates(as_text(column), form)
     elif column.dt.tz is None:
         column = column.dt.tz_localize("UTC")
-    origin = pd.Timestamp(0, tz="UTC")
+    column = column.dt.as_unit("us")  # the year 9999, which stands for "never", is beyond nanoseconds
+    origin = pd.Timestamp(0, tz="UTC").as_unit("us")
     return ((column - origin) / pd.Timedelta(days=1)).to_numpy(dtype=np.float64, na_value=np.nan)
 
 
@@ -126,6 +139,8 @@ class Probe:
     words: set[str] = field(default_factory=set)
     formats: list[str] = field(default_factory=lambda: list(FORMATS))
     odd: str = ""
+    marked: str = ""
+    """A number with marks of thousands."""
 
     def see(self, column: Series) -> None:
         present = column.notna()
@@ -161,8 +176,9 @@ class Probe:
     def see_words(self, words: Series) -> None:
         counts = words.value_counts()
         unique = pd.Series(counts.index.to_numpy(), dtype=object)
-        numbers = pd.to_numeric(unique, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+        numbers = read_numbers(unique)
         number = ~np.isnan(numbers)
+        self.marked = self.marked or next((word for word in unique[number] if re.fullmatch(THOUSANDS, word)), "")
         amounts = counts.to_numpy()
         if number.any():
             order = np.repeat(numbers[number], amounts[number])
@@ -224,4 +240,8 @@ class Probe:
             notes.append(f"{self.infinite} values of {self.name!r} are infinite")
         if self.infinite == self.numbers:
             return Kind("left out", f"{self.name!r} holds no finite number.", **said)
-        return Kind("number", "; ".join(notes) + (": taken as missing." if notes else ""), **said)
+        said_of = "; ".join(notes) + ": taken as missing." if notes else ""
+        if self.marked:
+            mark = re.sub(r"[-+\d]", "", self.marked)[0]
+            said_of += f" Each {mark!r} in {self.name!r} (such as {self.marked!r}) is taken as a mark of thousands."
+        return Kind("number", said_of.strip(), **said)

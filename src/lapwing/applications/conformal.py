@@ -83,14 +83,14 @@ class Conformal:
 
     def explain(self, level: float = 0.9, classes: bool = False) -> str:
         """What is promised, in words."""
-        what = "set of classes" if classes else "interval"
+        what, percent = "set of classes" if classes else "interval", f"{100 * level:g}%"
         if _rank(len(self.scores), level) > len(self.scores):
             return (
-                f"Only {len(self.scores)} rows were held out for calibration, and a conformal {what} at {level:.0%} "
+                f"Only {len(self.scores)} rows were held out for calibration, and a conformal {what} at {percent} "
                 f"needs {rows_needed(level)}: it is {'all classes' if classes else 'infinite'}."
             )
         return (
-            f"The conformal {what} holds the true value for at least {level:.0%} of new rows, on average, whatever the "
+            f"The conformal {what} holds the true value for at least {percent} of new rows, on average, whatever the "
             f"network has learned, as long as they come from the same source as the {len(self.scores)} rows that were "
             "held out to calibrate it. It promises nothing for rows that are unlike them."
         )

@@ -33,6 +33,7 @@ from lapwing.applications.scoring import Summary
 from lapwing.applications.table import Encoder, learn
 from lapwing.applications.targets import (
     CALIBRATION,
+    MARKS,
     TEST,
     TRAIN,
     UNUSED,
@@ -68,8 +69,7 @@ def fit_table(
     `bundle.target.reason`. `progress(stage, share)` is called with a name and a number from 0 to 1 as the work goes on.
     `spec` chooses the network; its numbers of inputs and outputs are set here. The same seed gives the same result.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise OptionError(f"the seed is {seed!r}; expected a whole number >= 0.")
+    check_seed(seed)
     tell = progress or (lambda stage, share: None)
     clock = perf_counter()
     tell("reading the table", 0.0)
@@ -115,10 +115,16 @@ def fit_table(
     rows = score(bundle, x["test"], torch.from_numpy(y["test"]))
     seconds["calibration"] = perf_counter() - clock
     notes = [*table.notes, *_notes(wanted, encoder, values, parts, counts)]
+    notes += [kinds[target].note] if kinds[target].name == "number" and kinds[target].note else []
     tell("calibrating", 1.0)
     if sum(counts.values()) < FEW:
         warnings.warn(_few(sum(counts.values())), LapwingWarning, stacklevel=2)
     return replace(bundle, summary=replace(summary, rows=rows), notes=tuple(notes), seed=seed)
+
+
+def check_seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise OptionError(f"the seed is {seed!r}; expected a whole number from 0 to {2**64 - 1}.")
 
 
 def calibrated(bundle: Bundle, x: Tensor, y: Tensor) -> Bundle:
@@ -189,7 +195,9 @@ def _notes(
     notes = [target.reason]
     without = int((~present(values)).sum())
     if without:
-        notes.append(f"{without:,} of {len(values):,} rows have no usable value of {target.name!r} and were not used.")
+        notes.append(
+            f"{without:,} of {len(values):,} rows have no usable value of {target.name!r} ({MARKS}) and were not used."
+        )
     used = sum(counts.values())
     if used + without < len(values):
         notes.append(f"Of {len(values):,} rows, {used:,} were drawn at random, as more would not fit in memory.")

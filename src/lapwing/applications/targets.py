@@ -24,6 +24,8 @@ FEW_WHOLE = 10
 """Whole numbers with at most this many different values are taken for classes."""
 CLASSES = 100
 FEWEST = 8
+MARKS = "cells that are empty, or hold a mark such as NA, None, null or -"
+"""What counts as missing, in words."""
 UNUSED, TRAIN, CALIBRATION, TEST = 0, 1, 2, 3
 SHARE, HELD_LEAST, HELD_MOST = 0.15, 20, 10_000
 """Share of the rows that is held out for calibration, and again for the test; bounds of their number."""
@@ -118,7 +120,9 @@ def choose_task(name: str, kind: Kind, task: str = "auto") -> tuple[str, str]:
     numeric = kind.name in ("number", "boolean")
     if task == "regression":
         if not numeric:
-            raise DataError(f"task='regression' but {name!r} holds words; expected numbers. Use task='classification'.")
+            raise DataError(
+                f"regression was asked for, but {name!r} holds words; expected numbers. Ask for classification."
+            )
         return task, "Regression, as asked for."
     if task == "classification":
         if kind.distinct > CLASSES:
@@ -203,12 +207,12 @@ def _constant(name: str, value: str | None = None) -> DataError:
     found = f" ({value!r})" if value is not None else ""
     return DataError(
         f"the target {name!r} has the same value{found} in every row, so that there is nothing to learn; expected at "
-        "least two different ones. Was the right column chosen?"
+        f"least two different ones, besides {MARKS}. Was the right column chosen?"
     )
 
 
 def _too_many(name: str) -> DataError:
     return DataError(
         f"the target {name!r} has more than {CLASSES} different values, too many for classes; expected fewer, or "
-        "numbers with task='regression'. Group rare ones together. Was the right column chosen?"
+        "numbers and regression. Group rare ones together. Was the right column chosen?"
     )
