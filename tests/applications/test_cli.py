@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -231,6 +232,8 @@ def test_version_and_help() -> None:
         ("a,y\n" + "".join(f"{i},{i * i}\n" for i in range(40)), ["--target", "z"], "no column 'z'"),
         ("a,y\n" + "".join(f"{i},{i * i}\n" for i in range(40)), ["--out", "no/such/folder/m"], "there is no folder"),
         ("a,y\n" + "".join(f"{i},{i * i}\n" for i in range(40)), ["--seed", "-1"], "the seed is -1"),
+        ("a,y\n" + "".join(f"{i},{i * i}\n" for i in range(40)), ["--seed", f"{2**64}"], "the seed is 184467"),
+        ("a,y\n1,2\n", ["--out", "-"], "no name of a file"),
         ("a,y\n" + "".join(f"{i},word{i}\n" for i in range(40)), ["--task", "regression"], "Expected amounts"),
     ],
 )
@@ -244,9 +247,9 @@ def test_bad_input_is_one_clean_message(
     target = [] if "--target" in arguments else ["--target", "y"]
     result = run("fit", path, *target, *arguments, *out, "--json")
     assert result.exit_code == 2
-    assert result.stdout == ""
     assert result.stderr.startswith("Error: ")
     assert reason in result.stderr
+    assert json.loads(result.stdout) == {"error": result.stderr.strip().removeprefix("Error: "), "exit_code": 2}
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "m").exists()
 
@@ -272,6 +275,79 @@ def test_a_report_needs_targets_and_prediction_the_columns(folder: Path, tmp_pat
     assert result.exit_code == 2
     assert "'town'" in result.stderr
     assert list(tmp_path.iterdir()) == [tmp_path / "less.csv"]
+
+
+def test_nothing_that_is_read_is_written_over(folder: Path, tmp_path: Path) -> None:
+    model, data = tmp_path / "m.lapwing", tmp_path / "new.csv"
+    model.write_bytes((folder / "houses.lapwing").read_bytes())
+    data.write_bytes((folder / "new.csv").read_bytes())
+    (tmp_path / "link.csv").symlink_to(data)
+    before = data.read_bytes(), model.read_bytes()
+    for arguments in (
+        ["fit", data, "--target", "size", "--out", data],
+        ["predict", model, data, "--out", data],
+        ["predict", model, data, "--out", model],
+        ["predict", model, tmp_path / "link.csv", "--out", data],
+        ["report", model, folder / "houses.csv", "--unfamiliar", data, "--out", data],
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert "would be written over" in result.stderr
+    assert before == (data.read_bytes(), model.read_bytes())
+
+
+def test_where_nothing_can_be_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    result = run("predict", folder / "houses.lapwing", folder / "new.csv", "--out", tmp_path / "pipe")
+    assert (result.exit_code, "device or a pipe" in result.stderr) == (2, True)
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
+    result = run("predict", folder / "houses.lapwing", folder / "new.csv", "--out", tmp_path / "p.csv")
+    assert (result.exit_code, "write-protected" in result.stderr) == (2, True)
+    assert run("fit", "/", "--target", "y").exit_code == 2
+
+
+def test_predictions_have_the_format_of_their_name(folder: Path, tmp_path: Path) -> None:
+    arguments = ("predict", folder / "houses.lapwing", folder / "new.csv", "--out")
+    for name in ("p.csv", "p.csv.gz", "p.tsv", "p.parquet"):
+        ok(*arguments, tmp_path / name)
+    plain = pd.read_csv(tmp_path / "p.csv")
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "p.csv.gz", compression="gzip"), plain)
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "p.tsv", sep="\t"), plain)
+    result = run(*arguments, tmp_path / "p.xlsx")
+    assert result.exit_code == 2
+    assert "Excel opens CSV" in result.stderr
+
+
+def test_levels_between_whole_percents_are_not_rounded(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.csv"
+    text = ok("predict", folder / "houses.lapwing", folder / "new.csv", "--out", out, "--level", "0.995").stdout
+    assert "a conformal interval at 99.5% needs 199" in text
+    assert "conformal_upper_99.5" in pd.read_csv(out).columns
+
+
+def test_ctrl_c_is_exit_code_130(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lapwing.applications.inspecting.inspected", stopped)
+    result = run("inspect", folder / "houses.lapwing", "--json")
+    assert result.exit_code == 130
+    assert result.stderr == "Error: stopped before the end; no unfinished file is left.\n"
+    assert json.loads(result.stdout)["exit_code"] == 130
+
+
+def test_the_next_command_can_be_pasted(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "my houses.csv"
+    data.write_bytes((folder / "houses.csv").read_bytes())
+    out = tmp_path / "my model.lapwing"
+    text = ok("fit", data, "--target", "price", "--out", out, "--epochs", "2", "--width", "4", "--depth", "1").stdout
+    assert f"lapwing report '{out}' '{data}'" in text
+
+
+def test_a_report_needs_a_seed_that_is_one(folder: Path, tmp_path: Path) -> None:
+    arguments = ("report", folder / "houses.lapwing", folder / "houses.csv", "--out", tmp_path / "r.html")
+    result = run(*arguments, "--seed", "-1")
+    assert (result.exit_code, "the seed is -1" in result.stderr) == (2, True)
 
 
 def test_a_defect_is_said_to_be_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

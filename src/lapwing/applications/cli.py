@@ -9,8 +9,12 @@ lapwing demo                                  all of it on two real data sets
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
+from shlex import quote
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -78,15 +82,15 @@ def fit(
     debug: Debug = False,
 ) -> None:
     """Fit a network with error bars to a table, and compare it with the network alone."""
-    with handled(debug):
+    with handled(debug, as_json):
         from lapwing.applications.fitting import fit_table
         from lapwing.applications.network import Spec
 
         given = {"kind": network and network.value, "width": width, "depth": depth}
         chosen = {name: value for name, value in given.items() if value is not None}
         spec = Spec(1, 1, **chosen) if chosen else None  # inputs and outputs are those of the table
-        path = out or Path(data.name.removesuffix(".gz")).with_suffix(".lapwing")
-        _check_writable(path)
+        path = out or Path(data.name.removesuffix(".gz") or "table").with_suffix(".lapwing")
+        _check_writable(path, data)
         start = perf_counter()
         small = data.is_file() and data.stat().st_size <= SMALL
         with Stages(as_json) as stages, one_thread(small):
@@ -117,7 +121,7 @@ def fit(
             comparison(bundle.summary),
             *notes(bundle.notes),
             f"\nModel: {path}",
-            f"Next:  lapwing report {path} {data}{again}",
+            f"Next:  lapwing report {quote(str(path))} {quote(str(data))}{again}",
         )
 
 
@@ -125,7 +129,7 @@ def fit(
 def predict(
     model: Model,
     data: Data,
-    out: Annotated[Path, typer.Option(help="Where to write the predictions: .csv, or .parquet.")] = Path(
+    out: Annotated[Path, typer.Option(help="Where to write the predictions: .csv, .csv.gz, .tsv, or .parquet.")] = Path(
         "predictions.csv"
     ),
     level: Annotated[float, typer.Option(help="Probability of the intervals and sets.", min=0.01, max=0.999)] = 0.9,
@@ -133,10 +137,11 @@ def predict(
     debug: Debug = False,
 ) -> None:
     """Predict the rows of a table, with error bars, intervals and a flag for rows unlike the data."""
-    with handled(debug):
+    with handled(debug, as_json):
         from lapwing.applications.bundle import Bundle
 
-        _check_writable(out)
+        _check_writable(out, model, data)
+        _check_format(out)
         bundle = Bundle.load(model)
         start = perf_counter()
         with Stages(as_json) as stages:
@@ -171,12 +176,16 @@ def _predicted(bundle: Any, data: Path, out: Path, level: float, stages: Stages)
     remarks, rows, flagged, frames = Notes(), 0, 0, []
     partial = out.with_name(f"{out.name}.partial")
     parquet = out.suffix.lower() in (".parquet", ".pq")
+    style: Any = {
+        "sep": "\t" if ".tsv" in out.name.lower() else ",",
+        "compression": "gzip" if out.suffix.lower() == ".gz" else None,
+    }
     try:
         for frame in bundle.predict_chunks(data, level=level, notes=remarks):
             if parquet:
                 frames.append(frame)
             else:
-                frame.to_csv(partial, mode="a" if rows else "w", header=not rows, index=False)
+                frame.to_csv(partial, mode="a" if rows else "w", header=not rows, index=False, **style)
             rows, flagged = rows + len(frame), flagged + int(frame["ood"].sum())
             stages(f"predicting, {rows:,} rows", 0.0)
         if not rows:
@@ -203,11 +212,13 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write one page of pictures and plain language about a model; it opens offline in any browser."""
-    with handled(debug):
+    with handled(debug, as_json):
         from lapwing.applications.bundle import Bundle
+        from lapwing.applications.fitting import check_seed
         from lapwing.applications.report.tables import report_table
 
-        _check_writable(out)
+        check_seed(seed)
+        _check_writable(out, model, data, *([unfamiliar] if unfamiliar else []))
         bundle = Bundle.load(model)
         start = perf_counter()
         with Stages(as_json) as stages:
@@ -230,7 +241,7 @@ def report(
 @app.command()
 def inspect(model: Model, as_json: Json = False, debug: Debug = False) -> None:
     """Say what a file holds: task, columns, network, posterior, calibration, scores."""
-    with handled(debug):
+    with handled(debug, as_json):
         from lapwing.applications.inspecting import inspected, lines
 
         found = inspected(model)
@@ -249,9 +260,15 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Fit, predict and report on real data: handwritten digits, and the progress of diabetes. About a minute."""
-    with handled(debug):
+    with handled(debug, as_json):
         from lapwing.applications.demo import run
+        from lapwing.applications.fitting import check_seed
 
+        check_seed(seed)
+        if out.exists() and not out.is_dir():
+            raise OptionError(f"{out} is a file; expected the name of a folder to write to.")
+        if picture is not None and picture.is_dir():
+            raise OptionError(f"{picture} is a folder; expected the name of a file to write.")
         start = perf_counter()
         with Stages(as_json) as stages, one_thread():
             shown = run(out, seed=seed, progress=stages, picture=picture)
@@ -278,16 +295,37 @@ def demo(
         )
 
 
-def _check_writable(path: Path) -> None:
-    """Before the work, not after it."""
+def _check_writable(path: Path, *inputs: Path) -> None:
+    """Before the work, not after it; nothing that is read is written over."""
+    if str(path) == "-":
+        raise OptionError("'-' is no name of a file; expected one to write, such as results.csv.")
     if path.is_dir():
         raise OptionError(f"{path} is a folder; expected the name of a file to write.")
+    if path.exists() and not path.is_file():
+        raise OptionError(f"{path} is a device or a pipe; expected the name of a file to write.")
+    if path.exists() and any(other.exists() and path.samefile(other) for other in inputs):
+        raise OptionError(f"{path} is read and would be written over; expected another name. Give one with --out.")
     if not path.parent.is_dir():
         raise OptionError(f"there is no folder {path.parent}; expected one that exists. Create it first.")
+    if not os.access(path.parent, os.W_OK):
+        raise OptionError(
+            f"the folder {path.parent} is write-protected; expected one to write to. Choose another --out."
+        )
+
+
+def _check_format(path: Path) -> None:
+    """A table of predictions is CSV or Parquet, and no name should claim another format."""
+    if path.suffix.lower() in (".xlsx", ".xls", ".ods", ".json", ".html", ".zip", ".feather", ".lapwing"):
+        raise OptionError(
+            f"predictions cannot be written as {path.suffix}; expected .csv, .csv.gz, .tsv, .parquet. Excel opens CSV."
+        )
 
 
 def main() -> None:
     """The command `lapwing`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not every terminal has every letter of a name
+            stream.reconfigure(errors="backslashreplace")
     app()
 
 

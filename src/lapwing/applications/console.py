@@ -1,7 +1,8 @@
 """How the command line speaks: tables and notes on stdout, progress and errors on stderr, JSON for machines.
 
-With `--json`, stdout holds one JSON document and nothing else. Progress bars are drawn on a terminal only, once the
-work has lasted a second. Exit codes: 0 done, 1 failed, 2 bad input.
+With `--json`, stdout holds one JSON document and nothing else: after an error {"error": message, "exit_code": code},
+with the message on stderr as well. Progress bars are drawn on a terminal only, once the work has lasted a second. Exit
+codes: 0 done, 1 failed, 2 bad input, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from lapwing.errors import LapwingError, LapwingWarning
 
 DELAY = 1.0
 """Seconds of work before a bar is drawn."""
-FAILED, BAD_INPUT = 1, 2
+FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 SMALL = 20_000_000
 """Bytes of a table up to which one thread is enough."""
 
 
 @contextmanager
-def handled(debug: bool = False) -> Iterator[None]:
+def handled(debug: bool = False, as_json: bool = False) -> Iterator[None]:
     """Errors as one clean message on stderr and an exit code; with `debug` the traceback before it."""
     try:
         with warnings.catch_warnings():
@@ -42,28 +43,30 @@ def handled(debug: bool = False) -> Iterator[None]:
             yield
     except (typer.Exit, typer.Abort):
         raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()
-        raise typer.Exit(_explained(error, debug)) from error
+        message, code = _explained(error, debug)
+        complain(message)
+        if as_json:
+            say_json({"error": message, "exit_code": code})
+        raise typer.Exit(code) from error
 
 
-def _explained(error: Exception, debug: bool) -> int:
-    """Prints what went wrong; the exit code."""
+def _explained(error: BaseException, debug: bool) -> tuple[str, int]:
+    """What went wrong, and the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped before the end; no unfinished file is left.", STOPPED
     if isinstance(error, LapwingError):
-        complain(str(error))
-        return BAD_INPUT if isinstance(error, ValueError) else FAILED
+        return str(error), BAD_INPUT if isinstance(error, ValueError) else FAILED
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        complain(f"{where}{error.strerror or error}.")
         missing = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError))
-        return BAD_INPUT if missing else FAILED
+        return f"{where}{error.strerror or error}.", BAD_INPUT if missing else FAILED
     if isinstance(error, ImportError):
-        complain(str(error))
-        return FAILED
+        return str(error), FAILED
     hint = "" if debug else " Run it again with --debug to see where."
-    complain(f"{type(error).__name__}: {error}.{hint}")
-    return FAILED
+    return f"{type(error).__name__}: {error}.{hint}", FAILED
 
 
 def complain(message: str) -> None:

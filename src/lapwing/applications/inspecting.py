@@ -77,7 +77,8 @@ def lines(found: Found) -> list[str | Table | Text]:
     def row(name: str, value: object) -> None:
         table.add_row(name, Text(str(value)))
 
-    row("File", f"{found['file']} ({found['bytes'] / 1e6:.1f} MB, written by lapwing {found['written_by']})")
+    size = f"{found['bytes'] / 1e6:.1f} MB" if found["bytes"] >= 1e5 else f"{found['bytes'] / 1e3:.1f} kB"
+    row("File", f"{found['file']} ({size}, written by lapwing {found['written_by']})")
     if found["kind"] != "table":
         row("Posterior", f"{found['posterior']} of a {found['network']}; read it with lapwing.load(path, model)")
         row("Likelihood", ", ".join(f"{value}" for value in (found["likelihood"] or {}).values()))
