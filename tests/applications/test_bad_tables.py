@@ -17,6 +17,8 @@ from lapwing.applications.columns import as_days, as_numbers, infer
 from lapwing.applications.fitting import fit_table
 from lapwing.applications.network import Spec
 from lapwing.applications.reading import open_table
+from lapwing.applications.table import Column, Notes
+from lapwing.applications.targets import choose_task
 from lapwing.errors import DataError, LapwingWarning
 
 SMALL = Spec(1, 1, width=4, depth=1)
@@ -314,6 +316,24 @@ def test_long_cells_are_no_error(tmp_path: Path) -> None:
 def test_a_date_that_stands_for_never() -> None:
     dates = pd.Series(["1970-01-02", "9999-12-31", None])
     np.testing.assert_array_equal(as_days(dates, "ISO8601"), [1, 2932896, np.nan])
+
+
+def test_dates_are_read_as_iso_too_and_else_the_form_is_said() -> None:
+    dates = pd.Series(["02.01.1970", "1970-01-03", "1/4/1970"])
+    np.testing.assert_array_equal(as_days(dates, "%d.%m.%Y"), [1, 2, np.nan])
+    notes = Notes()
+    Column("d", "date", "", "%d.%m.%Y", (0.0,) * 3, (1.0,) * 3, indicator=True).encode(dates, notes)
+    assert notes.listed() == ["1 values of 'd' cannot be read as a date such as 31.12.2020: taken as missing."]
+
+
+def test_a_blank_line_of_a_single_column_is_a_row(tmp_path: Path) -> None:
+    found = numbers(written(tmp_path, "\na\n1\n\n2\n"), "a")
+    np.testing.assert_array_equal(found, [1, np.nan, 2])
+
+
+def test_why_few_numbers_are_amounts() -> None:
+    kind = infer([pd.DataFrame({"y": [1.0, 2.0, 3.5] * 9})])["y"]
+    assert choose_task("y", kind) == ("regression", "Regression, because 'y' holds numbers that are not all whole.")
 
 
 def test_what_is_no_file_on_disk_is_refused(tmp_path: Path) -> None:

@@ -106,12 +106,19 @@ def as_truth(column: Series) -> np.ndarray:
 def as_days(column: Series, form: str) -> np.ndarray:
     """Days since 1970 as float64, NaN for what is no date of that form."""
     if column.dtype.kind != "M" and not isinstance(column.dtype, pd.DatetimeTZDtype):
-        column = _dates(as_text(column), form)
+        words = as_text(column)
+        column = _dates(words, form)
+        column = column.fillna(_dates(words, "ISO8601"))  # which cannot be mistaken, however others were written
     elif column.dt.tz is None:
         column = column.dt.tz_localize("UTC")
     column = column.dt.as_unit("us")  # the year 9999, which stands for "never", is beyond nanoseconds
     origin = pd.Timestamp(0, tz="UTC").as_unit("us")
     return ((column - origin) / pd.Timedelta(days=1)).to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def date_in(form: str) -> str:
+    """The last day of 2020 as a column of that form has it."""
+    return pd.Timestamp(2020, 12, 31, 23, 59).strftime("%Y-%m-%d" if form in ("", "ISO8601") else form)
 
 
 def _dates(words: Series, form: str) -> Series:

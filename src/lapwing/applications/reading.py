@@ -205,6 +205,7 @@ def _from_csv(path: Path, *, gzipped: bool) -> Table:
         "index_col": False if _trailing(head[0] if head else [], len(raw)) else None,
         "na_values": list(MISSING),
         "skipinitialspace": True,
+        "skip_blank_lines": len(names) > 1,  # of one column, a blank line is an empty cell
         "low_memory": False,
         "compression": "gzip" if gzipped else None,
     }

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.applications.columns import DISTINCT, Kind, as_days, as_numbers, as_text, as_truth
+from lapwing.applications.columns import DISTINCT, Kind, as_days, as_numbers, as_text, as_truth, date_in
 from lapwing.applications.reading import Frame, Series, Table
 from lapwing.errors import DataError
 
@@ -74,7 +74,8 @@ class Column:
         missing = np.isnan(raw[:, 0])
         unread = int(missing.sum() - column.isna().sum())
         if unread > 0:
-            notes.count(f"values of {self.name!r} cannot be read as a {self.kind}: taken as missing", unread)
+            what = {"number": "a number", "boolean": "yes or no", "date": f"a date such as {date_in(self.format)}"}
+            notes.count(f"values of {self.name!r} cannot be read as {what[self.kind]}: taken as missing", unread)
         if missing.any() and not self.indicator:
             notes.count(f"values of {self.name!r} are missing, which none were in training: the mean is used", missing)
         kept = [i for i, scale in enumerate(self.deviations) if scale > 0]

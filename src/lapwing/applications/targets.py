@@ -113,7 +113,8 @@ def choose_task(name: str, kind: Kind, task: str = "auto") -> tuple[str, str]:
         )
     if kind.name == "left out" and task != "classification":
         raise DataError(
-            f"the target cannot be used: {kind.note} Expected amounts (numbers), or classes (words that repeat)."
+            f"the target cannot be used: {kind.note} Expected amounts (numbers without signs such as $ or %), or "
+            "classes (words that repeat)."
         )
     if kind.distinct == 1:
         raise _constant(name)
@@ -129,7 +130,8 @@ def choose_task(name: str, kind: Kind, task: str = "auto") -> tuple[str, str]:
             raise _too_many(name)
         return task, f"Classification with {kind.distinct} classes, as asked for."
     if kind.name == "number" and not (kind.whole and kind.distinct <= FEW_WHOLE):
-        return "regression", f"Regression, because {name!r} holds numbers with many different values."
+        what = "numbers with many different values" if kind.distinct > FEW_WHOLE else "numbers that are not all whole"
+        return "regression", f"Regression, because {name!r} holds {what}."
     if kind.name != "number" and kind.distinct > CLASSES:
         raise _too_many(name)
     what = "whole numbers" if kind.name == "number" else "true and false" if kind.name == "boolean" else "words"
