@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from lapwing import Laplace, metrics
 from lapwing.applications.report import numbers, report
-from lapwing.applications.report.observe import Classes, Numbers, Observed, disturbed, observe
+from lapwing.applications.report.observe import Observed, disturbed, observe
 from lapwing.applications.report.page import as_json
+from lapwing.applications.report.predictions import Classes, Numbers
 from lapwing.errors import DataError, LikelihoodError, NotFittedError
 from lapwing.laplace import BaseLaplace
-from lapwing.likelihoods import Categorical, Gaussian
+from lapwing.likelihoods import Categorical, Gaussian, from_function
 from unchanged import unchanged
 
 D, C = 3, 4
@@ -372,11 +373,10 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write"):
         report(la, data("regression"), tmp_path / "file" / "r.html")
-    counts = [(x, y.abs().round()) for x, y in data("regression")]
-    other = Laplace(network(1), "poisson", "all", "diag")
-    other.fit(counts)
-    with pytest.raises(LikelihoodError, match="Poisson"):
-        report(other, counts, tmp_path / "r")
+    other = Laplace(network(1), from_function(lambda f, y: (f - y).pow(4).sum()), "all", "diag")
+    other.fit(data("regression"))
+    with pytest.raises(LikelihoodError, match="FromFunction"):
+        report(other, data("regression"), tmp_path / "r")
     assert not (tmp_path / "r").exists()
 
 

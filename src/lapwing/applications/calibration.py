@@ -30,8 +30,8 @@ from lapwing.evidence import GaussianFit
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.data import Pairs
 from lapwing.laplace.predictions import moments
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from lapwing.predictive import probit
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
+from lapwing.predictive import counts, probit
 
 COVARIANCE = torch.logspace(-3, 3, 61, dtype=torch.float64)
 NOISE = torch.logspace(-1.5, 1, 51, dtype=torch.float64)
@@ -65,6 +65,8 @@ class HeldOut:
             p = probit(self.value.unsqueeze(-1), variance.unsqueeze(-1)).squeeze(-1)
             p = torch.where(self.targets > 0.5, p, 1 - p)
             return p.clamp_min(1e-300).log().flatten()
+        if isinstance(self.likelihood, Poisson):
+            return counts.log_prob(self.targets.flatten(), self.value.flatten(), variance.flatten())
         total = variance + (self.noise * s).square()
         error = (self.targets - self.value).square()
         return -(error / total + total.log() + log(2 * pi)).flatten() / 2
@@ -106,7 +108,7 @@ def rescale(la: BaseLaplace, held_out: HeldOut, errors: float = 0.0) -> str:
 def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
     """Predictions for the rows of a loader; None for a likelihood whose predictions have no closed form."""
     likelihood = la.distribution
-    if not isinstance(likelihood, (Categorical, Bernoulli, Gaussian)):
+    if not isinstance(likelihood, (Categorical, Bernoulli, Gaussian, Poisson)):
         return None
     values, variances, targets = [], [], []
     for batch in Pairs(loader, la.dict_key_y, la.space.device):

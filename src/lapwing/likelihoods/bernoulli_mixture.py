@@ -122,6 +122,10 @@ class BernoulliMixture(Positionwise):
         spread = (0.5 * (logsigmoid(log_odds) + logsigmoid(-log_odds))).exp()
         return (spread.unsqueeze(-1) * slope).unsqueeze(-1)
 
+    def probability(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "*lead"]:
+        """Of a one."""
+        return self._log_odds(self.to_last(f)).sigmoid()
+
     def _log_odds(self, f: Float[Tensor, "*lead 3"]) -> Float[Tensor, "*lead"]:
         zero = torch.zeros_like(f[..., 0])
         return self._log_prob(f, zero + 1) - self._log_prob(f, zero)

@@ -1,10 +1,11 @@
 """`report`: what a posterior knows and what it does not, as one HTML page with pictures and plain language.
 
-observe    predictions for held-out data, gathered over a loader
-numbers    the figures, as plain dictionaries
-pictures   figures as SVG
-words      figures as sentences
-page       all of it as one file
+predictions   targets and what was predicted for them, by kind of target
+observe       predictions for held-out data, gathered over a loader
+numbers       the figures, as plain dictionaries
+pictures      figures as SVG
+words         figures as sentences
+page          all of it as one file
 """
 
 from lapwing.applications.report.write import collect, report

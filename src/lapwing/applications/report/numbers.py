@@ -15,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing import metrics
-from lapwing.applications.report.observe import Classes, Numbers, Observed
+from lapwing.applications.report.observe import Observed
+from lapwing.applications.report.predictions import SOURCES, Classes, Counts, Numbers, Source
 from lapwing.errors import CurvatureError
 from lapwing.laplace import BaseLaplace
 
@@ -25,7 +26,7 @@ LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 Figures = dict[str, Any]
 
 
-def summary(data: Numbers | Classes) -> list[Figures]:
+def summary(data: Numbers | Counts | Classes) -> list[Figures]:
     """Rows (measure, network, laplace, goal): goal is "low", "high" or the number to be near."""
     if isinstance(data, Classes):
         both, y = (data.network, data.probabilities), data.targets
@@ -37,14 +38,12 @@ def summary(data: Numbers | Classes) -> list[Figures]:
         ]
         levels = (0.9, 0.95)
         return rows + [_row(f"Coverage of {v:.0%} sets", v, [_covered_sets(p, y, v) for p in both]) for v in levels]
-    mean, y = data.mean, data.targets
-    both = data.network.square(), data.deviation.square()
     rows = [
-        _row("Negative log-likelihood", "low", [metrics.gaussian_nll(mean, v, y) for v in both]),
-        _row("Root mean squared error", "low", [metrics.rmse(mean, y)] * 2),
+        _row("Negative log-likelihood", "low", [-float(data.log_prob(source).mean()) for source in SOURCES]),
+        _row("Root mean squared error", "low", [metrics.rmse(data.expected(s), data.targets) for s in SOURCES]),
     ]
     for level in (0.5, 0.9, 0.95):
-        covered = [metrics.coverage(mean, v, y, level) for v in both]
+        covered = [_covered(data, source, level) for source in SOURCES]
         rows.append(_row(f"Coverage of {level:.0%} intervals", level, covered))
     return rows
 
@@ -74,35 +73,34 @@ def reliability(data: Classes, bins: int = 10) -> Figures:
     return found
 
 
-def transform(data: Numbers) -> Figures:
+def transform(data: Numbers | Counts) -> Figures:
     """Histogram of the predicted probability of a value below the observed one (PIT): flat where calibrated."""
     bins = min(20, max(4, len(data.targets) // 15))
     found: Figures = {"bins": bins}
-    for name, deviation in (("network", data.network), ("laplace", data.deviation)):
-        below = torch.special.ndtr((data.targets - data.mean) / deviation)
-        found[name] = torch.histc(below, bins, 0, 1).div(len(below)).mul(bins).tolist()
+    for source in SOURCES:
+        below = data.below(source)
+        found[source] = torch.histc(below, bins, 0, 1).div(len(below)).mul(bins).tolist()
     return found
 
 
-def coverage(data: Numbers | Classes, conformal: Figures | None = None, seed: int = 0) -> Figures:
+def coverage(data: Numbers | Counts | Classes, conformal: Figures | None = None, seed: int = 0) -> Figures:
     """Share of targets inside the interval or set of every level, and how wide or large they are."""
     if isinstance(data, Classes):
         found = {
             name: _sets(p, data.targets) for name, p in (("network", data.network), ("laplace", data.probabilities))
         }
     else:
-        found = {name: _intervals(data, d) for name, d in (("network", data.network), ("laplace", data.deviation))}
+        found = {source: _intervals(data, source) for source in SOURCES}
     return {"levels": list(LEVELS), **found, "conformal": conformal or crossed(data, seed)}
 
 
-def _intervals(data: Numbers, deviation: Tensor) -> Figures:
-    halves = torch.special.ndtri((1 + torch.tensor(LEVELS, dtype=torch.float64)) / 2)
-    width = [float(2 * half * deviation.mean()) for half in halves]
-    variance = deviation.square()
-    return {
-        "covered": [metrics.coverage(data.mean, variance, data.targets, level) for level in LEVELS],
-        "width": width,
-    }
+def _intervals(data: Numbers | Counts, source: Source) -> Figures:
+    covered = [_covered(data, source, level) for level in LEVELS]
+    return {"covered": covered, "width": data.widths(source, LEVELS)}
+
+
+def _covered(data: Numbers | Counts, source: Source, level: float) -> float:
+    return float(data.inside(source, level).double().mean())
 
 
 def _sets(p: Float[Tensor, "n classes"], targets: Tensor) -> Figures:
@@ -118,7 +116,7 @@ def _covered_sets(p: Float[Tensor, "n classes"], targets: Tensor, level: float) 
     return float((before < level).double().mean())
 
 
-def crossed(data: Numbers | Classes, seed: int = 0) -> Figures:
+def crossed(data: Numbers | Counts | Classes, seed: int = 0) -> Figures:
     """Split-conformal intervals or sets: each half of the rows is covered by what the other half calibrates."""
     n = len(data.targets)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
@@ -139,7 +137,7 @@ def crossed(data: Numbers | Classes, seed: int = 0) -> Figures:
     return {"covered": covered, "width": width, "how": how}
 
 
-def conformal_scores(data: Numbers | Classes) -> Float[Tensor, " n"]:
+def conformal_scores(data: Numbers | Counts | Classes) -> Float[Tensor, " n"]:
     """How unusual a target is: its error in predicted deviations, or the probability that its class was not given."""
     if isinstance(data, Classes):
         return 1 - data.probabilities.gather(1, data.targets.unsqueeze(1)).squeeze(1)
@@ -152,13 +150,13 @@ def conformal_bound(scores: Float[Tensor, " n"], level: float) -> float:
     return float(scores.sort().values[rank - 1]) if rank <= len(scores) else float("inf")
 
 
-def _conformal_sizes(data: Numbers | Classes, rows: Tensor, bound: float) -> Float[Tensor, " n"]:
+def _conformal_sizes(data: Numbers | Counts | Classes, rows: Tensor, bound: float) -> Float[Tensor, " n"]:
     if isinstance(data, Classes):
         return (1 - data.probabilities[rows] <= bound).sum(-1).double()
     return 2 * bound * data.deviation[rows]
 
 
-def errors(data: Numbers | Classes, points: int = 1500, seed: int = 0) -> Figures:
+def errors(data: Numbers | Counts | Classes, points: int = 1500, seed: int = 0) -> Figures:
     """Rows in bins of equal count by predicted uncertainty: what was predicted, and the error that came."""
     predicted = data.uncertainty if isinstance(data, Classes) else data.deviation
     order = predicted.argsort()
@@ -276,6 +274,10 @@ def uncertain(observed: Observed, count: int = 10) -> list[Figures]:
     """The entries with the largest predicted uncertainty, numbered as in the data."""
     data = observed.data
     predicted = data.uncertainty if isinstance(data, Classes) else data.deviation
+    spread: dict[str, Tensor] = {}
+    if not isinstance(data, Classes):
+        weights, noise = data.parts
+        spread = {"mean": data.mean, "epistemic": weights, "noise": noise, "deviation": data.deviation}
     found = []
     for i in predicted.topk(min(count, len(predicted))).indices.tolist():
         row: Figures = {"row": int(observed.row[i])}
@@ -289,7 +291,7 @@ def uncertain(observed: Observed, count: int = 10) -> list[Figures]:
                 "target": int(data.targets[i]),
             }
         else:
-            names = ("mean", "epistemic", "noise", "deviation")
-            row |= {"target": float(data.targets[i])} | {name: float(getattr(data, name)[i]) for name in names}
+            row["target"] = float(data.targets[i])
+            row |= {name: float(values[i]) for name, values in spread.items()}
         found.append(row)
     return found

@@ -1,8 +1,5 @@
 """What a posterior predicts for held-out data, gathered over a loader: plain float64 vectors, no network any more.
 
-    Numbers   n targets: mean, epistemic and noise standard deviation [n]
-    Classes   n targets: probabilities of the network as trained and of the posterior [n, C]
-
 Outputs of any shape are laid out flat; `row` says which row of the data an entry is of. Memory O(n C); one
 linearisation per batch.
 """
@@ -17,74 +14,31 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lapwing.applications.report.predictions import Classes, Counts, Numbers
 from lapwing.errors import DataError, LikelihoodError
 from lapwing.estimate.passes import check_loss
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.data import Pairs
-from lapwing.laplace.predictions import moments, predicted, probabilities
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from lapwing.laplace.predictions import FEW_OUTPUTS, marginal_draws, moments, predicted, probabilities
+from lapwing.likelihoods import Bernoulli, BernoulliMixture, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from lapwing.metrics import entropy
+from lapwing.predictive import draws
 from lapwing.tangent.inputs import batch_size
 
 OUTSIDE_ROWS = 1000
 """How many unfamiliar inputs are made where none are given."""
+DISCRETE = Categorical, Bernoulli, BernoulliMixture
+DRAWS = 500
+"""Of the outputs, where a predictive probability has no closed form."""
 SHOWN_COLUMNS = 4
 """Input columns that are kept for the table of uncertain rows."""
-
-
-@dataclass(frozen=True, eq=False)
-class Numbers:
-    """Numbers that were to be predicted, and what was predicted.
-
-    `plain` is the deviation of the network's prediction without error bars, where it is another than the noise.
-    """
-
-    targets: Float[Tensor, " n"]
-    mean: Float[Tensor, " n"]
-    epistemic: Float[Tensor, " n"]
-    noise: Float[Tensor, " n"]
-    plain: Float[Tensor, " n"] | None = None
-
-    @property
-    def network(self) -> Float[Tensor, " n"]:
-        """Deviation of a new observation for the network alone."""
-        return self.noise if self.plain is None else self.plain
-
-    @property
-    def deviation(self) -> Float[Tensor, " n"]:
-        """Of a new observation: what the weights leave open, and the noise."""
-        return (self.epistemic.square() + self.noise.square()).sqrt()
-
-    @property
-    def uncertainty(self) -> Float[Tensor, " n"]:
-        return self.epistemic
-
-    def rescaled(self, scale: float, shift: float) -> Numbers:
-        """In other units: value * scale + shift."""
-        spread = self.epistemic * scale, self.noise * scale, None if self.plain is None else self.plain * scale
-        return Numbers(self.targets * scale + shift, self.mean * scale + shift, *spread)
-
-
-@dataclass(frozen=True, eq=False)
-class Classes:
-    """Classes that were to be predicted, and the probabilities they were given."""
-
-    targets: Int[Tensor, " n"]
-    network: Float[Tensor, "n classes"]
-    probabilities: Float[Tensor, "n classes"]
-    epistemic: Float[Tensor, " n"]
-    """Standard deviation of the logits, the root mean square over classes."""
-
-    @property
-    def uncertainty(self) -> Float[Tensor, " n"]:
-        return entropy(self.probabilities)
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
     """Predictions for a loader, the uncertainty of unfamiliar inputs, and the first columns of the rows."""
 
-    data: Numbers | Classes
+    data: Numbers | Counts | Classes
     row: Int[Tensor, " n"]
     outside: Float[Tensor, " m"] | None
     outside_network: Float[Tensor, " m"] | None
@@ -98,7 +52,7 @@ class Observed:
         return int(self.row[-1]) + 1 if len(self.row) else 0
 
     def rescaled(self, scale: float, shift: float) -> Observed:
-        if isinstance(self.data, Classes):
+        if not isinstance(self.data, Numbers):
             return self
         data = self.data.rescaled(scale, shift)
         if self.outside is None:
@@ -175,19 +129,22 @@ def _inputs(outside: Tensor | Iterable[Any], la: BaseLaplace) -> Iterator[Any]:
         yield batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
 
 
-def _predict(la: BaseLaplace, x: Any, y: Tensor) -> tuple[Numbers | Classes, Int[Tensor, " n"]]:
+def _predict(la: BaseLaplace, x: Any, y: Tensor) -> tuple[Numbers | Counts | Classes, Int[Tensor, " n"]]:
     """The entries of a batch, and the row within the batch that each is of."""
     likelihood = la.distribution
     with torch.no_grad():
         linear = la.linearise(x)
         check_loss(likelihood, linear.value, y)
-        if isinstance(likelihood, (Categorical, Bernoulli)):
+        if isinstance(likelihood, DISCRETE):
             found = _classes(la, linear)
             targets = y.flatten().long().cpu()
             kept = (0 <= targets) & (targets < found[0].shape[-1])  # a target to be ignored is outside the classes
             return Classes(targets[kept], *(each[kept] for each in found)), _rows(targets, len(y))[kept]
         mean, variance, noise = _moments(la, linear)
         targets = likelihood.to_last(y)
+    if isinstance(likelihood, Poisson):
+        counts = Counts(*(value.reshape(-1).double().cpu() for value in (targets, mean, variance.clamp_min(0))))
+        return counts, _rows(counts.targets, len(y))
     flat = [value.reshape(-1).double().cpu() for value in (targets, mean, variance.clamp_min(0).sqrt(), noise)]
     return Numbers(*flat), _rows(flat[0], len(y))
 
@@ -199,10 +156,14 @@ def _rows(entries: Tensor, rows: int) -> Int[Tensor, " n"]:
 def _classes(la: BaseLaplace, linear: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities of the network and of the posterior [n, C], and the deviation of the logits [n]."""
     likelihood = la.distribution
+    variance = likelihood.to_last(moments(la.posterior, linear, diagonal=True)[1]).double().cpu().clamp_min(0)
+    if isinstance(likelihood, BernoulliMixture):
+        both = likelihood.probability(linear.value), _mixture(la, linear, likelihood)
+        network, posterior = (_binary(p) for p in both)
+        return network, posterior, variance.mean(-1).reshape(-1).sqrt()
     assert isinstance(likelihood, (Categorical, Bernoulli))
     both = predicted(likelihood, linear.value, 0), probabilities(la.posterior, linear, likelihood)
     network, posterior = (_distribution(likelihood, p) for p in both)
-    variance = likelihood.to_last(moments(la.posterior, linear, diagonal=True)[1]).double().cpu().clamp_min(0)
     if isinstance(likelihood, Bernoulli):
         return network, posterior, variance.reshape(-1).sqrt()
     return network, posterior, variance.mean(-1).reshape(-1).sqrt()
@@ -213,7 +174,7 @@ def _spread(la: BaseLaplace, x: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     likelihood = la.distribution
     with torch.no_grad():
         linear = la.linearise(x)
-        if isinstance(likelihood, (Categorical, Bernoulli)):
+        if isinstance(likelihood, DISCRETE):
             network, posterior, deviation = _classes(la, linear)
             return entropy(posterior), entropy(network), deviation
         deviation = _moments(la, linear)[1].clamp_min(0).sqrt().reshape(-1).double().cpu()
@@ -222,29 +183,44 @@ def _spread(la: BaseLaplace, x: Any) -> tuple[Tensor, Tensor | None, Tensor]:
 
 def _distribution(likelihood: Categorical | Bernoulli, probability: Tensor) -> Float[Tensor, "n classes"]:
     if isinstance(likelihood, Bernoulli):  # every label of its own is one of two classes
-        flat = probability.reshape(-1).double().cpu()
-        return torch.stack([1 - flat, flat], -1)
+        return _binary(probability)
     last = likelihood.to_last(probability)
     flat = last.reshape(-1, last.shape[-1]).double().cpu()
     return flat / flat.sum(-1, keepdim=True)
 
 
+def _binary(probability: Tensor) -> Float[Tensor, "n 2"]:
+    flat = probability.reshape(-1).double().cpu()
+    return torch.stack([1 - flat, flat], -1)
+
+
+def _mixture(la: BaseLaplace, linear: Any, likelihood: BernoulliMixture) -> Tensor:
+    """The probability of a one, the mean over draws of the outputs."""
+    value = linear.value
+    alone = value.dim() == 2 and value.shape[1] <= FEW_OUTPUTS
+    generator = torch.Generator(value.device).manual_seed(0)
+    found = (marginal_draws if alone else draws)(la.posterior, linear, DRAWS, generator)
+    return torch.stack([likelihood.probability(each) for each in found]).mean(0)
+
+
 def _moments(la: BaseLaplace, linear: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance of the function and deviation of the noise, with the class axis last."""
+    """Mean, variance of the function and deviation of the noise, class axis last; counts have no such noise."""
     likelihood = la.distribution
     mean, variance = (likelihood.to_last(value) for value in moments(la.posterior, linear, diagonal=True))
     if isinstance(likelihood, HeteroscedasticGaussian):
         centre, log_variance = mean.chunk(2, -1)
         return centre, variance.chunk(2, -1)[0], (log_variance / 2).exp()
+    if isinstance(likelihood, Poisson):
+        return mean, variance, torch.zeros_like(mean)
     if not isinstance(likelihood, Gaussian):
         raise LikelihoodError(
-            f"the likelihood is {type(likelihood).__name__}; expected a Gaussian, a heteroscedastic Gaussian, classes "
-            "or binary labels, whose predictions a report can compare with targets."
+            f"the likelihood is {type(likelihood).__name__}; expected a Gaussian, a heteroscedastic Gaussian, counts, "
+            "classes or binary labels, whose predictions a report can compare with targets."
         )
     sigma = la.sigma_noise if la.has_noise else torch.as_tensor(likelihood.sigma)
     return mean, variance, sigma.to(mean).expand_as(mean)
 
 
-def _joined(found: Sequence[Numbers | Classes]) -> Numbers | Classes:
+def _joined(found: Sequence[Numbers | Counts | Classes]) -> Numbers | Counts | Classes:
     parts = list(zip(*(vars(each).values() for each in found), strict=True))
     return type(found[0])(*(torch.cat(part) for part in parts if part[0] is not None))

@@ -117,7 +117,7 @@ def sections(figures: Figures) -> list[Section]:
         found.append(
             Section("Do the predictions tell the truth?", alt, draw(pictures.transform, figures["transform"]), *said)
         )
-    said = words.coverage(figures["coverage"], classes)
+    said = words.coverage(figures["coverage"], classes, figures["counts"])
     alt = f"Share of true values covered, against the promised coverage. {said[1]}"
     picture = draw(pictures.coverage, figures["coverage"])
     found.append(
@@ -136,7 +136,8 @@ def sections(figures: Figures) -> list[Section]:
     if figures["unfamiliar"] is not None:
         said = words.unfamiliar(figures["unfamiliar"], classes)
         alt = f"Histograms of uncertainty for familiar and unfamiliar inputs. {said[1]}"
-        label = "entropy of the prediction (nats)" if classes else "epistemic standard deviation"
+        scale = " of the log-rate" if figures["counts"] else ""
+        label = "entropy of the prediction (nats)" if classes else f"epistemic standard deviation{scale}"
         picture = draw(pictures.unfamiliar, figures["unfamiliar"] | {"label": label})
         found.append(Section("Is it less sure of what it has not seen?", alt, picture, *said))
     if figures["evidence"] is not None:

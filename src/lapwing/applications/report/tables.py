@@ -20,8 +20,9 @@ from lapwing.applications.bundle import NUMBERS, Bundle, score
 from lapwing.applications.conformal import quantile
 from lapwing.applications.reading import Table, open_table, pd
 from lapwing.applications.report.numbers import LEVELS
-from lapwing.applications.report.observe import SHOWN_COLUMNS, Classes, Numbers, Observed, observe
+from lapwing.applications.report.observe import SHOWN_COLUMNS, Observed, observe
 from lapwing.applications.report.page import number, render
+from lapwing.applications.report.predictions import Classes, Numbers
 from lapwing.applications.report.write import collect, write
 from lapwing.applications.targets import TEST, present, split
 from lapwing.errors import DataError

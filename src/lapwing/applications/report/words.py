@@ -56,7 +56,7 @@ def transform(figures: Figures) -> tuple[str, str]:
     return shows, here
 
 
-def coverage(figures: Figures, classes: bool) -> tuple[str, str]:
+def coverage(figures: Figures, classes: bool, counts: bool = False) -> tuple[str, str]:
     kind, whole = ("set", "a set of classes") if classes else ("interval", "an interval")
     shows = (
         f"Every prediction can be given as {whole} with a promised coverage. The picture compares the promise with "
@@ -65,6 +65,8 @@ def coverage(figures: Figures, classes: bool) -> tuple[str, str]:
     )
     if classes:
         shows += " A set has one class at least, so where nearly all answers are right, so are nearly all sets."
+    if counts:
+        shows += " Counts go by whole steps, so intervals of small ones hold more than they promise."
     at = figures["levels"].index(0.9)
     sizes = {name: figures[name]["width"][at] for name in ("network", "laplace", "conformal")}
     unit = " classes" if classes else ""

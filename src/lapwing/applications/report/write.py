@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lapwing.applications.report import numbers
-from lapwing.applications.report.observe import SHOWN_COLUMNS, Classes, Observed, observe
+from lapwing.applications.report.observe import SHOWN_COLUMNS, Observed, observe
 from lapwing.applications.report.page import number, render
+from lapwing.applications.report.predictions import Classes, Counts
 from lapwing.errors import DataError, OptionError
 from lapwing.laplace import BaseLaplace
 
@@ -87,6 +88,7 @@ def collect(
         "title": title or f"{type(la.model).__name__} with error bars",
         "version": _version(),
         "task": task,
+        "counts": isinstance(data, Counts),
         "rows": observed.rows,
         "facts": [*facts, *_facts(la, observed, noise)],
         "summary": numbers.summary(data),

@@ -1,0 +1,172 @@
+"""Targets and what was predicted for them, laid out flat: one class for each kind of target.
+
+    Numbers   mean, epistemic and noise standard deviation [n]: a Gaussian for every target
+    Counts    mean and variance of the log-rate [n]: a Poisson law with an uncertain rate for every target
+    Classes   probabilities of the network as trained and of the posterior [n, C]
+
+"network" is the network alone (MAP), "laplace" its posterior. `uncertainty` [n] is what unfamiliar inputs should have
+more of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log, pi
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lapwing.metrics import entropy
+from lapwing.predictive import counts
+
+Source = Literal["network", "laplace"]
+SOURCES: tuple[Source, ...] = ("network", "laplace")
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Numbers that were to be predicted, and what was predicted.
+
+    `plain` is the deviation of the network's prediction without error bars, where it is another than the noise.
+    """
+
+    targets: Float[Tensor, " n"]
+    mean: Float[Tensor, " n"]
+    epistemic: Float[Tensor, " n"]
+    noise: Float[Tensor, " n"]
+    plain: Float[Tensor, " n"] | None = None
+
+    @property
+    def deviation(self) -> Float[Tensor, " n"]:
+        """Of a new observation: what the weights leave open, and the noise."""
+        return (self.epistemic.square() + self.noise.square()).sqrt()
+
+    @property
+    def uncertainty(self) -> Float[Tensor, " n"]:
+        return self.epistemic
+
+    @property
+    def parts(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """The deviation as two: by the weights and by the noise."""
+        return self.epistemic, self.noise
+
+    def expected(self, source: Source) -> Float[Tensor, " n"]:
+        return self.mean
+
+    def log_prob(self, source: Source) -> Float[Tensor, " n"]:
+        """Of every target."""
+        variance = self._deviation(source).square()
+        return -((self.targets - self.mean).square() / variance + variance.log() + log(2 * pi)) / 2
+
+    def below(self, source: Source) -> Float[Tensor, " n"]:
+        """The predicted probability of a value below the target: uniform where predictions are right."""
+        return torch.special.ndtr((self.targets - self.mean) / self._deviation(source))
+
+    def inside(self, source: Source, level: float) -> Bool[Tensor, " n"]:
+        """Whether a target is in the central interval of this probability."""
+        half = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64))
+        return (self.targets - self.mean).abs() <= half * self._deviation(source)
+
+    def widths(self, source: Source, levels: Sequence[float]) -> list[float]:
+        """Mean widths of the central intervals."""
+        halves = torch.special.ndtri((1 + torch.tensor(levels, dtype=torch.float64)) / 2)
+        return (2 * halves * self._deviation(source).mean()).tolist()
+
+    def rescaled(self, scale: float, shift: float) -> Numbers:
+        """In other units: value * scale + shift."""
+        spread = self.epistemic * scale, self.noise * scale, None if self.plain is None else self.plain * scale
+        return Numbers(self.targets * scale + shift, self.mean * scale + shift, *spread)
+
+    def _deviation(self, source: Source) -> Float[Tensor, " n"]:
+        """Of a new observation; for the network alone it is the noise, or `plain`."""
+        if source == "laplace":
+            return self.deviation
+        return self.noise if self.plain is None else self.plain
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Counts that were to be predicted, and the mean and variance of their log-rates."""
+
+    targets: Float[Tensor, " n"]
+    log_rate: Float[Tensor, " n"]
+    variance: Float[Tensor, " n"]
+
+    @property
+    def mean(self) -> Float[Tensor, " n"]:
+        return self.expected("laplace")
+
+    @property
+    def deviation(self) -> Float[Tensor, " n"]:
+        """Of a new count."""
+        return counts.moments(self.log_rate, self.variance)[1].sqrt()
+
+    @property
+    def epistemic(self) -> Float[Tensor, " n"]:
+        """Of the log-rate, the scale on which the network is linear: a large rate is not by itself an unsure one."""
+        return self.variance.sqrt()
+
+    @property
+    def uncertainty(self) -> Float[Tensor, " n"]:
+        return self.epistemic
+
+    @property
+    def parts(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """The deviation as two: by the rate, which more data would settle, and by chance given the rate."""
+        expected, spread = counts.moments(self.log_rate, self.variance)
+        return (spread - expected).clamp_min(0).sqrt(), expected.sqrt()
+
+    def expected(self, source: Source) -> Float[Tensor, " n"]:
+        return counts.moments(self.log_rate, self._variance(source))[0]
+
+    def log_prob(self, source: Source) -> Float[Tensor, " n"]:
+        """Of every target."""
+        return counts.log_prob(self.targets, self.log_rate, self._variance(source))
+
+    def below(self, source: Source, seed: int = 0) -> Float[Tensor, " n"]:
+        """A draw between P(count < y) and P(count <= y): uniform where predictions are right, as for numbers."""
+        upper, lower = self._cdf(source)
+        share = torch.rand(len(upper), dtype=upper.dtype, generator=torch.Generator().manual_seed(seed))
+        return lower + share * (upper - lower)
+
+    def inside(self, source: Source, level: float) -> Bool[Tensor, " n"]:
+        """Whether a count is between the (1 - level) / 2 and the (1 + level) / 2 quantile, both included."""
+        upper, lower = self._cdf(source)
+        return (upper >= (1 - level) / 2) & (lower < (1 + level) / 2)
+
+    def widths(self, source: Source, levels: Sequence[float], rows: int = 1000, draws: int = 2000) -> list[float]:
+        """Mean widths of those intervals, the number of counts in each less one, from draws for some of the rows."""
+        generator = torch.Generator().manual_seed(0)
+        some = torch.randperm(len(self.targets), generator=generator)[:rows]
+        mean, deviation = self.log_rate[some], self._variance(source)[some].sqrt()
+        noise = torch.randn(draws, len(some), dtype=mean.dtype, generator=generator)
+        found = torch.poisson((mean + deviation * noise).exp().clamp_max(1e15), generator=generator)
+        level = torch.tensor(levels, dtype=mean.dtype)
+        low, high = (found.quantile(q, 0, interpolation="higher") for q in ((1 - level) / 2, (1 + level) / 2))
+        return (high - low).mean(1).tolist()
+
+    def _cdf(self, source: Source) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """P(count <= y) and P(count < y)."""
+        rest = self.log_rate, self._variance(source)
+        return counts.cdf(self.targets, *rest), counts.cdf(self.targets - 1, *rest)
+
+    def _variance(self, source: Source) -> Float[Tensor, " n"]:
+        return self.variance if source == "laplace" else torch.zeros_like(self.variance)
+
+
+@dataclass(frozen=True, eq=False)
+class Classes:
+    """Classes that were to be predicted, and the probabilities they were given."""
+
+    targets: Int[Tensor, " n"]
+    network: Float[Tensor, "n classes"]
+    probabilities: Float[Tensor, "n classes"]
+    epistemic: Float[Tensor, " n"]
+    """Standard deviation of the logits, the root mean square over classes."""
+
+    @property
+    def uncertainty(self) -> Float[Tensor, " n"]:
+        return entropy(self.probabilities)

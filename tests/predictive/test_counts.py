@@ -1,0 +1,79 @@
+"""Counts with a Gaussian log-rate: against sums, quadrature of another kind, and the Poisson law itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+from torch import Tensor
+
+from lapwing.predictive.counts import cdf, log_prob, moments
+
+
+def tensor(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def by_quadrature(value: str, y: float, mean: float, variance: float) -> float:
+    """E of the Poisson pmf or cdf over the log-rate, by adaptive quadrature in pieces."""
+    law = getattr(stats.poisson, value)
+
+    def integrand(z: float) -> float:
+        return law(y, np.exp(mean + z * variance**0.5)) * stats.norm.pdf(z)
+
+    where = (np.log(y + 0.5) - mean) / variance**0.5
+    width = 1 / (y + 1) ** 0.5 / variance**0.5
+    edges = sorted({-12.0, 12.0, *np.clip(where + width * np.array([-30, -8, -3, 0, 3, 8]), -12, 12)})
+    return sum(
+        integrate.quad(integrand, low, high, epsabs=1e-14, epsrel=1e-11, limit=500)[0] for low, high in pairwise(edges)
+    )
+
+
+CASES = [
+    (y, mean, variance)
+    for y in (0, 1, 7, 300)
+    for mean in (-2.0, 0.3, 5.5)
+    for variance in (1e-6, 0.01, 0.5, 4.0, 60.0)
+]
+
+
+@pytest.mark.parametrize(("y", "mean", "variance"), CASES)
+def test_probabilities_are_those_of_an_adaptive_quadrature(y: float, mean: float, variance: float) -> None:
+    expected = by_quadrature("pmf", y, mean, variance)
+    found = log_prob(tensor(y), tensor(mean), tensor(variance)).exp()
+    assert float(found) == pytest.approx(expected, rel=1e-8, abs=1e-30)
+    below = by_quadrature("cdf", y, mean, variance)
+    assert float(cdf(tensor(y), tensor(mean), tensor(variance))) == pytest.approx(below, rel=1e-8, abs=1e-12)
+
+
+def test_without_variance_it_is_the_poisson_law() -> None:
+    y = torch.arange(40, dtype=torch.float64)
+    mean, zero = torch.full_like(y, 1.7), torch.zeros_like(y)
+    logs, below = (torch.from_numpy(f(y.numpy(), np.exp(1.7))) for f in (stats.poisson.logpmf, stats.poisson.cdf))
+    torch.testing.assert_close(log_prob(y, mean, zero), logs, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(cdf(y, mean, zero), below, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-3, 4), st.floats(0, 0.8))
+def test_probabilities_sum_to_the_distribution_and_its_moments(mean: float, variance: float) -> None:
+    y = torch.arange(4000, dtype=torch.float64)
+    m, v = (torch.full_like(y, value) for value in (mean, variance))
+    p = log_prob(y, m, v).exp()
+    torch.testing.assert_close(p.cumsum(0), cdf(y, m, v), rtol=1e-8, atol=1e-9)
+    expected, spread = (float(each[0]) for each in moments(m, v))
+    assert float((p * y).sum()) == pytest.approx(expected, rel=1e-6)
+    assert float((p * (y - expected).square()).sum()) == pytest.approx(spread, rel=1e-4)
+
+
+def test_far_rates_stay_finite() -> None:
+    y, mean, variance = tensor(0, 0, 1e6, 3), tensor(50, -700, 3, 2), tensor(100, 1, 25, 1e6)
+    assert bool(log_prob(y, mean, variance).isfinite().all())
+    found = cdf(y, mean, variance)
+    assert bool(((found >= 0) & (found <= 1)).all())
+    assert float(cdf(tensor(-1), tensor(0), tensor(1))) == 0
