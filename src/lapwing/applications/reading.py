@@ -11,12 +11,8 @@ chunk holds about `CELLS` cells, whatever the width of the table; memory is that
 from __future__ import annotations
 
 import codecs
-import csv
-import gzip
-import io
 import re
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +21,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lapwing.applications.dialect import (
+    above_the_names,
+    decimal_comma,
+    encoding_of,
+    fields,
+    is_number,
+    lines_of,
+    open_bytes,
+    separator_of,
+    trailing,
+    unclosed,
+    with_point,
+)
 from lapwing.errors import DataError
 
 if TYPE_CHECKING:  # by pandas' own annotations a column may be a table, and the other way round
@@ -42,10 +51,6 @@ else:
 CELLS = 1_000_000
 MISSING = ("?", "-", "--", "#DIV/0!", "#REF!", "#VALUE!", "#NAME?")
 """Marks of a missing value besides those that pandas knows (empty, NA, N/A, null, NaN, None, ...)."""
-SEPARATORS = ",;\t|"
-GROUPED = r"[1-9]\d{0,2}(?:[. '\u00a0\u202f]\d{3})+"
-"""Whole numbers with marks of thousands, where the comma is the decimal one."""
-
 Chunks = Callable[[Sequence[str], Collection[str], int], Iterator[Frame]]
 
 
@@ -167,30 +172,30 @@ def _from_parquet(path: Path) -> Table:
 
 
 def _from_csv(path: Path, *, gzipped: bool) -> Table:
-    encoding, notes = _encoding(path, gzipped)
-    with _open(path, gzipped) as file:
+    encoding, notes = encoding_of(path, gzipped)
+    with open_bytes(path, gzipped) as file:
         sample = file.read(1 << 18)
         whole = not file.read(1)
     text = codecs.getincrementaldecoder(encoding)(errors="replace").decode(sample, final=whole)
     if "\x00" in text:
         raise DataError(f"{path} is not a text file; expected CSV (text with separators) or Parquet.")
-    skipped, given = _above_the_names(text.lstrip("\ufeff"))
-    text = "".join(_lines(text)[skipped:])
+    skipped, given = above_the_names(text.lstrip("\ufeff"))
+    text = "".join(lines_of(text)[skipped:])
     if not text.strip():
         raise DataError(f"{path} holds only blank lines; expected a line of column names and rows below it.")
-    separator = given or _separator(text, whole)
-    rows = _rows(text, separator)
+    separator = given or separator_of(text, whole)
+    rows = fields(text, separator)
     raw = next(rows, None)
     if raw is None:
-        raise _unclosed(path.name)
+        raise unclosed(path.name)
     head = list(islice(rows, 200))
-    if head and all(_is_number(cell) for cell in raw):
+    if head and all(is_number(cell) for cell in raw):
         raise DataError(
             f"the first line of {path.name} holds numbers ({', '.join(raw[:4])}, ...); expected column names. Add a "
             "line with a name for every column at the top."
         )
     names = _names(raw, path.name)
-    decimal = "," if separator != "," and _decimal_comma(head) else "."
+    decimal = "," if separator != "," and decimal_comma(head) else "."
     if decimal == ",":
         notes.append("Numbers are written with a decimal comma (1,5).")
     settings: dict[str, Any] = {
@@ -202,7 +207,7 @@ def _from_csv(path: Path, *, gzipped: bool) -> Table:
         "names": list(names),
         "header": 0,
         # a separator at the end of every line makes no column; any other field too many is to be refused
-        "index_col": False if _trailing(head[0] if head else [], len(raw)) else None,
+        "index_col": False if trailing(head[0] if head else [], len(raw)) else None,
         "na_values": list(MISSING),
         "skipinitialspace": True,
         "skip_blank_lines": len(names) > 1,  # of one column, a blank line is an empty cell
@@ -250,7 +255,7 @@ class _explained:
             found = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
             opened = re.search(r"EOF inside string starting at row (\d+)", str(error))
             if opened:
-                raise _unclosed(self.name, f" in about line {int(opened[1]) + 1}") from error
+                raise unclosed(self.name, f" in about line {int(opened[1]) + 1}") from error
             if found:
                 expected, line, saw = found.groups()
                 reason = f"line {line} has {saw} fields; expected {expected}, as many as there are column names"
@@ -261,119 +266,10 @@ class _explained:
             ) from error
 
 
-def _unclosed(name: str, where: str = "") -> DataError:
-    return DataError(
-        f"{name} cannot be read: a double quote is opened{where} and not closed; expected a second one after the "
-        "text. Add or delete it. A quote within quoted text is written twice."
-    )
-
-
-def _open(path: Path, gzipped: bool) -> Any:
-    return gzip.open(path, "rb") if gzipped else path.open("rb")
-
-
-def _encoding(path: Path, gzipped: bool) -> tuple[str, list[str]]:
-    """UTF-8 where the whole file is; UTF-16 by its mark; else Windows' western European, with a note."""
-    name = "utf-8"
-    try:
-        with _open(path, gzipped) as file:
-            block = file.read(1 << 20)
-            if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                name = "utf-16"
-            decoder = codecs.getincrementaldecoder(name)()
-            while block:
-                decoder.decode(block)
-                block = file.read(1 << 20)
-            decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        if name == "utf-16":
-            raise DataError(f"{path} cannot be read as UTF-16, which it claims to be. Is the file complete?") from error
-        return "cp1252", ["The file is not in UTF-8; it was read as Windows text (cp1252). Check letters with accents."]
-    except (EOFError, zlib.error, OSError) as error:
-        raise DataError(f"{path} cannot be read: {error}. Is the file complete?") from error
-    return "utf-8-sig" if name == "utf-8" else name, []
-
-
-def _lines(text: str) -> list[str]:
-    """Lines with their ends, where CSV has them; `str.splitlines` would cut at a form feed within a cell, too."""
-    return list(io.StringIO(text, newline=""))
-
-
-def _rows(text: str, separator: str) -> Iterator[list[str]]:
-    """Rows of the text that are not blank, as far as cells are shorter than the 131,072 letters that `csv` takes."""
-    try:
-        yield from (row for row in csv.reader(_lines(text), delimiter=separator) if any(row))
-    except csv.Error:
-        return
-
-
-def _above_the_names(text: str) -> tuple[int, str | None]:
-    """How many lines come before the names, blank but for separators; and what a first line such as `sep=;` says."""
-    lines = _lines(text)
-    said = re.fullmatch(rf'"?sep=([{SEPARATORS}])"?\s*', lines[0], re.IGNORECASE) if lines else None
-    count = 1 if said else 0
-    while count < len(lines) and not lines[count].strip(SEPARATORS + '" \r\n'):
-        count += 1
-    return count, said[1] if said else None
-
-
-def _trailing(first: Sequence[str], width: int) -> bool:
-    """Whether rows have one empty field more than there are names; an error where it is not empty."""
-    if len(first) > width and any(cell.strip() for cell in first[width:]):
-        raise DataError(
-            f"the first row has {len(first)} fields, and there are {width} column names; expected as many. Text that "
-            "holds the separator must stand in double quotes."
-        )
-    return len(first) > width
-
-
-def _separator(text: str, whole: bool) -> str:
-    """The separator that cuts the first rows into the same number of fields, the more the better."""
-    lines = _lines(text)[:200]
-    best, most = ",", 1.0
-    for candidate in SEPARATORS:
-        try:
-            widths = [len(row) for row in csv.reader(lines, delimiter=candidate) if row]
-        except csv.Error:
-            continue
-        widths = widths if whole or len(widths) < 3 else widths[:-1]  # a sample may end within a row
-        score = widths[0] * (sum(width == widths[0] for width in widths) / len(widths)) ** 4
-        if widths[0] > 1 and score > most:
-            best, most = candidate, score
-    return best
-
-
-def _decimal_comma(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether cells are written 1,5 or 1.234,5, and none 1.5 or 1,234,567; dates such as 31.12.2020 say nothing."""
-    found = False
-    for cell in (cell.strip() for row in rows for cell in row):
-        found = found or bool(re.fullmatch(rf"[-+]?(\d+|{GROUPED}),\d+([eE][-+]?\d+)?", cell))
-        point = re.fullmatch(r"[-+]?(\d*\.\d+([eE][-+]?\d+)?|\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,})", cell)
-        if point and not re.fullmatch(rf"[-+]?{GROUPED}", cell):
-            return False
-    return found
-
-
 def _with_points(frame: Frame) -> Frame:
     """Decimal commas as points, and no marks of thousands, in the columns that the parser left as text."""
     text = [name for name in frame.columns if not pd.api.types.is_numeric_dtype(frame[name].dtype)]
-    return frame.assign(**{name: frame[name].map(_with_point, na_action="ignore") for name in text})
-
-
-def _with_point(value: Any) -> Any:
-    found = re.fullmatch(rf"\s*([-+]?(?:\d+|{GROUPED}))(?:,(\d+))?\s*", value) if isinstance(value, str) else None
-    if not found:
-        return value
-    whole, part = re.sub(r"[^-+\d]", "", found[1]), found[2]
-    return whole if part is None else f"{whole}.{part}"
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
+    return frame.assign(**{name: frame[name].map(with_point, na_action="ignore") for name in text})
 
 
 def _names(raw: Sequence[str], where: str) -> tuple[str, ...]:
