@@ -93,6 +93,8 @@ def main() -> None:
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--splits", default=",".join(map(str, SPLITS)))
     options = parser.parse_args()
+    if "LAPWING_DATA" not in os.environ:
+        parser.exit(2, "uci.py needs the folder of the data sets: set LAPWING_DATA.\n")
     folder, where = Path(os.environ["LAPWING_DATA"]), context()
     print("set       split   MAP NLL   Laplace     gain +- error       RMSE  cover 90  conf. 90    far  seconds")
     rows = []
