@@ -87,7 +87,7 @@ def _shown(title: str, table: Any, target: str, name: Path, seed: int, tell: Tel
     table.to_csv(name.with_suffix(".csv"), index=False)
     figures = report_table(bundle, table, page, out_of_distribution=unfamiliar, title=title, seed=seed, progress=stage)
     found = figures["unfamiliar"]
-    kind = "digits turned by a quarter" if unfamiliar is not None else "rows with shuffled and stretched columns"
+    kind = "all digits, turned by a quarter" if unfamiliar is not None else "rows with shuffled and stretched columns"
     inside, outside = found["flagged"]
     said = f"The flag for unfamiliar rows goes up for {outside:.0%} of {kind}, and for {inside:.1%} of those held out."
     return Shown(title, bundle, model, page, figures, said)
@@ -147,7 +147,7 @@ def _draw_flags(axes: Any, inside: Tensor, outside: Tensor, threshold: float) ->
     axes.set(xlabel="standard deviation of the logits", ylabel="images", xscale="log")
     axes.xaxis.set_minor_formatter(lambda value, place: "")  # labels within one decade would run into each other
     share = float((outside > threshold).double().mean())
-    axes.set_title(f"{share:.0%} of turned digits are flagged")
+    axes.set_title(f"Turned, {share:.0%} of held-out digits are flagged")
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
     axes.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="none")
 

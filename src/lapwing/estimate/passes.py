@@ -102,8 +102,8 @@ def pulled(
     for number, (linearisation, y) in enumerate(linearised(tangent, likelihood, batches)):
         with named(number):
             columns = cotangents(likelihood, linearisation.value, y, generator)
-        # a quarter of the budget keeps a fit near the memory of a training step, at next to no cost in time
-        step = max(1, tangent.budget // 4 // max(1, linearisation.cotangent_bytes))
+        # an eighth of the budget keeps a fit near the memory of a training step, for a tenth of the time or so
+        step = max(1, tangent.budget // 8 // max(1, linearisation.cotangent_bytes))
         for part, chunk in enumerate(columns.chunked(step)):
             # a noise level that requires gradients would leave part of a graph in the sums; scaling has the whole one
             chunk = chunk.detach().to(tangent.space.dtype)

@@ -54,7 +54,10 @@ class Fitted:
 
 def precisions_of(space: ParamSpace) -> dict[str, int]:
     """How many precisions each structure of a prior has; a sub-network counts the tensors and modules it touches."""
-    tensors, modules = (len(space.groups(by).unique()) for by in ("tensor", "layer"))
+    if space.index is None:
+        tensors, modules = len(space.names), len(space.layers)
+    else:
+        tensors, modules = (len(space.groups(by).unique()) for by in ("tensor", "layer"))
     return {"scalar": 1, "layerwise": tensors, "module": modules, "diag": space.size}
 
 
@@ -65,7 +68,9 @@ def prior_of(space: ParamSpace, precision: Tensor, mean: float | int | Tensor) -
         return Prior.isotropic(space, precision.reshape(()), mean)
     for structure, by in (("layerwise", "tensor"), ("module", "layer")):
         if count == known[structure]:
-            groups = space.groups(by).unique(return_inverse=True)[1]  # without gaps, where tensors are not touched
+            groups = space.groups(by)
+            if space.index is not None:  # without gaps, where tensors are not touched
+                groups = groups.unique(return_inverse=True)[1]
             return replace(Prior.grouped(space, groups, precision, mean), structure=structure)
     if count == known["diag"]:
         return Prior.diagonal(space, precision, mean)
