@@ -59,10 +59,10 @@ def test_without_variance_it_is_the_poisson_law() -> None:
     torch.testing.assert_close(cdf(y, mean, zero), below, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.floats(-3, 4), st.floats(0, 0.8))
+@settings(max_examples=20, deadline=None)
+@given(st.floats(-3, 2.5), st.floats(0, 0.5))  # log 2200 is then seven deviations above the log-rate
 def test_probabilities_sum_to_the_distribution_and_its_moments(mean: float, variance: float) -> None:
-    y = torch.arange(4000, dtype=torch.float64)
+    y = torch.arange(2200, dtype=torch.float64)
     m, v = (torch.full_like(y, value) for value in (mean, variance))
     p = log_prob(y, m, v).exp()
     torch.testing.assert_close(p.cumsum(0), cdf(y, m, v), rtol=1e-8, atol=1e-9)
