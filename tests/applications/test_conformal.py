@@ -18,6 +18,13 @@ from lapwing.applications.conformal import (
 from lapwing.errors import DataError
 
 
+def test_the_quantile_by_hand() -> None:
+    scores = torch.tensor([3.0, 1.0, 2.0, 4.0], dtype=torch.float64)
+    assert quantile(scores, 0.5) == 3.0  # ceil(5 * 0.5) = 3rd
+    assert quantile(scores, 0.8) == 4.0
+    assert quantile(scores, 0.81) == float("inf")
+
+
 @pytest.mark.parametrize(("n", "level"), [(9, 0.9), (10, 0.5), (19, 0.95), (25, 0.8), (100, 0.99)])
 def test_the_quantile_is_an_order_statistic(n: int, level: float, generator: torch.Generator) -> None:
     scores = torch.randn(n, generator=generator, dtype=torch.float64)

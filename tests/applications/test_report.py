@@ -233,13 +233,6 @@ def test_conformal_intervals_cover_also_where_predictions_are_wrong() -> None:
     assert found["conformal"]["width"][4] > 2 * found["laplace"]["width"][4]
 
 
-def test_a_conformal_bound_is_the_order_statistic() -> None:
-    scores = torch.tensor([3.0, 1.0, 2.0, 4.0], dtype=torch.float64)
-    assert numbers.conformal_bound(scores, 0.5) == 3.0  # ceil(5 * 0.5) = 3rd
-    assert numbers.conformal_bound(scores, 0.8) == 4.0
-    assert numbers.conformal_bound(scores, 0.81) == float("inf")
-
-
 def test_the_transform_of_right_predictions_is_flat() -> None:
     found = numbers.transform(gaussian())
     assert sum(found["laplace"]) == pytest.approx(20)

@@ -150,26 +150,29 @@ class LargestVarianceSWAGSubnetMask(_Counted):
         return self._mask(largest_variance(self.space, variance, self._count))
 
 
-class ParamNameSubnetMask(SubnetMask):
+class _Named(SubnetMask):
+    """A mask of whole tensors, for which no data are needed."""
+
+    _chosen: ParamSpace
+
+    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Bool[Tensor, " size"]:
+        return self._mask(self._chosen)
+
+
+class ParamNameSubnetMask(_Named):
     """`by_parameters`."""
 
     def __init__(self, model: nn.Module, parameter_names: Iterable[str]) -> None:
         super().__init__(model)
         self._chosen = by_parameters(self.space, parameter_names)
 
-    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Bool[Tensor, " size"]:
-        return self._mask(self._chosen)
 
-
-class ModuleNameSubnetMask(SubnetMask):
+class ModuleNameSubnetMask(_Named):
     """`by_modules`."""
 
     def __init__(self, model: nn.Module, module_names: Iterable[str]) -> None:
         super().__init__(model)
         self._chosen = by_modules(self.space, module_names)
-
-    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Bool[Tensor, " size"]:
-        return self._mask(self._chosen)
 
 
 class LastLayerSubnetMask(SubnetMask):

@@ -7,7 +7,7 @@ or set is calibrated on held-out scores: `crossed` takes each half of the data t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, log
+from math import log
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing import metrics
+from lapwing.applications.conformal import amount_scores, class_scores, quantile
 from lapwing.applications.report.observe import Observed
 from lapwing.applications.report.predictions import SOURCES, Classes, Counts, Numbers, Source
 from lapwing.errors import CurvatureError
@@ -123,12 +124,12 @@ def crossed(data: Numbers | Counts | Classes, seed: int = 0) -> Figures:
     halves = order[: n // 2], order[n // 2 :]
     if n < 4:
         return {"covered": [None] * len(LEVELS), "width": [None] * len(LEVELS), "how": "too few rows"}
-    scores = conformal_scores(data)
+    scores = _conformal_scores(data)
     covered, width = [], []
     for level in LEVELS:
         inside, sizes = [], []
         for calibration, rest in (halves, halves[::-1]):
-            bound = conformal_bound(scores[calibration], level)
+            bound = quantile(scores[calibration], level)
             inside.append(scores[rest] <= bound)
             sizes.append(_conformal_sizes(data, rest, bound))
         covered.append(float(torch.cat(inside).double().mean()))
@@ -137,17 +138,11 @@ def crossed(data: Numbers | Counts | Classes, seed: int = 0) -> Figures:
     return {"covered": covered, "width": width, "how": how}
 
 
-def conformal_scores(data: Numbers | Counts | Classes) -> Float[Tensor, " n"]:
+def _conformal_scores(data: Numbers | Counts | Classes) -> Float[Tensor, " n"]:
     """How unusual a target is: its error in predicted deviations, or the probability that its class was not given."""
     if isinstance(data, Classes):
-        return 1 - data.probabilities.gather(1, data.targets.unsqueeze(1)).squeeze(1)
-    return (data.targets - data.mean).abs() / data.deviation
-
-
-def conformal_bound(scores: Float[Tensor, " n"], level: float) -> float:
-    """The ceil((n + 1) level)-th smallest score; infinite where n is too small to promise the level."""
-    rank = ceil((len(scores) + 1) * level)
-    return float(scores.sort().values[rank - 1]) if rank <= len(scores) else float("inf")
+        return class_scores(data.probabilities, data.targets)
+    return amount_scores(data.mean, data.deviation, data.targets)
 
 
 def _conformal_sizes(data: Numbers | Counts | Classes, rows: Tensor, bound: float) -> Float[Tensor, " n"]:

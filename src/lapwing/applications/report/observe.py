@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lapwing.applications.report.predictions import Classes, Counts, Numbers
 from lapwing.errors import DataError, LikelihoodError
-from lapwing.estimate.passes import check_loss
+from lapwing.estimate.passes import check_loss, no_batch
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.data import Pairs
 from lapwing.laplace.predictions import FEW_OUTPUTS, marginal_draws, moments, predicted, probabilities
@@ -86,7 +86,7 @@ def observe(
         if outside is None and sum(map(len, made)) < OUTSIDE_ROWS and _can_be_disturbed(x):
             made.append(disturbed(x[:OUTSIDE_ROWS], generator))
     if not found:
-        raise DataError("the loader yields no batch; expected at least one (x, y) pair. Check the dataset.")
+        raise no_batch()
     data = _joined(found)
     unfamiliar = made if outside is None else list(_inputs(outside, la))
     scores = [_spread(la, x) for x in unfamiliar]
