@@ -13,6 +13,7 @@ import torch
 from lapwing.applications.bundle import Bundle
 from lapwing.applications.fitting import fit_table
 from lapwing.applications.network import Spec
+from lapwing.applications.writing import write_predictions
 from lapwing.errors import DataError, LapwingError, StorageError
 from lapwing.serialize.files import read, write
 
@@ -63,8 +64,8 @@ def test_predictions_do_not_depend_on_chunks(bundle: Bundle, tmp_path: Path) -> 
     frame.to_parquet(tmp_path / "new.parquet")
     for name in ("new.csv", "new.parquet"):
         pd.testing.assert_frame_equal(bundle.predict(tmp_path / name), whole, rtol=1e-5)
-    notes = bundle.predict_file(tmp_path / "new.csv", tmp_path / "out.csv", chunk=40)
-    assert notes == []
+    written = write_predictions(bundle, tmp_path / "new.csv", tmp_path / "out.csv", chunk=40)
+    assert (written.rows, written.notes) == (len(frame), [])
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out.csv"), whole, rtol=1e-4, check_dtype=False)
     assert not list(tmp_path.glob("*.partial"))
 
@@ -92,7 +93,7 @@ def test_a_failed_prediction_leaves_no_file(bundle: Bundle, tmp_path: Path) -> N
     old = tmp_path / "out.csv"
     old.write_text("old")
     with pytest.raises(DataError):
-        bundle.predict_file(table().iloc[:0], old)
+        write_predictions(bundle, table().iloc[:0], old)
     assert old.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out.csv"]
 

@@ -17,7 +17,6 @@ Tables are read in chunks; memory is that of one chunk, and of the predictions u
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -107,21 +106,6 @@ class Bundle:
         out = pd.concat(frames)
         out.attrs["notes"] = notes.listed()
         return out
-
-    def predict_file(self, source: Any, out: str | Path, chunk: int | None = None, level: float = 0.9) -> list[str]:
-        """As `predict`, chunk by chunk into a CSV file, which appears when complete; remarks in words."""
-        notes, partial, rows = Notes(), Path(f"{out}.partial"), 0
-        try:
-            with partial.open("w", encoding="utf-8", newline="") as file:
-                for frame in self.predict_chunks(source, chunk, level, notes):
-                    frame.to_csv(file, header=not rows, index=False)
-                    rows += len(frame)
-            if not rows:
-                raise DataError(f"{open_table(source).name} has no rows; expected at least one to predict.")
-            os.replace(partial, out)
-        finally:
-            partial.unlink(missing_ok=True)
-        return notes.listed()
 
     def predict_chunks(
         self, source: Any, chunk: int | None = None, level: float = 0.9, notes: Notes | None = None

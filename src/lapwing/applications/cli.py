@@ -12,11 +12,12 @@ from __future__ import annotations
 import io
 import os
 import sys
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from shlex import quote
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -139,13 +140,18 @@ def predict(
     """Predict the rows of a table, with error bars, intervals and a flag for rows unlike the data."""
     with handled(debug, as_json):
         from lapwing.applications.bundle import Bundle
+        from lapwing.applications.writing import write_predictions
 
         _check_writable(out, model, data)
         _check_format(out)
         bundle = Bundle.load(model)
         start = perf_counter()
         with Stages(as_json) as stages:
-            found = _predicted(bundle, data, out, level, stages)
+
+            def told(rows: int) -> None:
+                stages(f"predicting, {rows:,} rows", 0.0)
+
+            found = asdict(write_predictions(bundle, data, out, level=level, progress=told))
         explained = bundle.explain(level)[1:]
         if as_json:
             say_json(
@@ -166,36 +172,6 @@ def predict(
             *notes(explained, "What the columns promise"),
             f"\nPredictions: {out}",
         )
-
-
-def _predicted(bundle: Any, data: Path, out: Path, level: float, stages: Stages) -> dict[str, Any]:
-    """Writes the predictions chunk by chunk; the file appears when it is complete."""
-    from lapwing.applications.reading import pd
-    from lapwing.applications.table import Notes
-
-    remarks, rows, flagged, frames = Notes(), 0, 0, []
-    partial = out.with_name(f"{out.name}.partial")
-    parquet = out.suffix.lower() in (".parquet", ".pq")
-    style: Any = {
-        "sep": "\t" if ".tsv" in out.name.lower() else ",",
-        "compression": "gzip" if out.suffix.lower() == ".gz" else None,
-    }
-    try:
-        for frame in bundle.predict_chunks(data, level=level, notes=remarks):
-            if parquet:
-                frames.append(frame)
-            else:
-                frame.to_csv(partial, mode="a" if rows else "w", header=not rows, index=False, **style)
-            rows, flagged = rows + len(frame), flagged + int(frame["ood"].sum())
-            stages(f"predicting, {rows:,} rows", 0.0)
-        if not rows:
-            raise OptionError(f"{data} has no rows; expected at least one to predict.")
-        if parquet:
-            pd.concat(frames).to_parquet(partial, index=False)
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
-    return {"rows": rows, "flagged": flagged, "notes": remarks.listed()}
 
 
 @app.command()

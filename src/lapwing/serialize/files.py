@@ -101,7 +101,7 @@ def write(path: AnyPath, tensors: Mapping[str, Tensor], metadata: Mapping[str, A
         raise StorageError(f"the description has {len(header)} bytes; expected at most {LIMIT}. Store more as tensors.")
     header += b" " * (-len(header) % 8)
     header = len(header).to_bytes(8, "little") + header
-    with _replacing(Path(path)) as partial, partial.open("wb") as file:
+    with replacing(Path(path)) as partial, partial.open("wb") as file:
         file.write(_sealed(header, hashlib.sha256(header).hexdigest().encode()))
         for name in places:
             file.write(_bytes(plain[name]))
@@ -156,7 +156,7 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A new file beside `path`, which takes its place once the body is done; the old one stays where it is not."""
     check_writable(path)
     target = path.resolve()  # a link stays a link

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +14,7 @@ from lapwing.applications.report.page import number, render
 from lapwing.applications.report.predictions import Classes, Counts
 from lapwing.errors import DataError, OptionError
 from lapwing.laplace import BaseLaplace
+from lapwing.serialize import replacing
 
 Figures = dict[str, Any]
 
@@ -106,25 +106,16 @@ def collect(
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """The file appears whole or not at all."""
+    """The file appears whole or not at all, and its folder where there is none."""
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
         raise DataError(
             f"cannot write {target}: {error.strerror}; expected a folder that can be written to."
         ) from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise DataError(f"cannot write {target}: {error.strerror}; expected a file name.") from error
-        raise
+    with replacing(target) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _facts(la: BaseLaplace, observed: Observed, noise: float | None) -> list[str]:

@@ -1,0 +1,57 @@
+"""Predictions for a table as a file, chunk by chunk: CSV, or what its name says (.tsv, .csv.gz, .parquet).
+
+The file appears when it is complete. Memory is that of one chunk; for Parquet, of all predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lapwing.applications.bundle import Bundle
+from lapwing.applications.reading import open_table, pd
+from lapwing.applications.table import Notes
+from lapwing.errors import DataError
+from lapwing.serialize import replacing
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written: rows, how many of them are flagged as unlike the data, and remarks in words."""
+
+    rows: int
+    flagged: int
+    notes: list[str]
+
+
+def write_predictions(
+    bundle: Bundle,
+    source: Any,
+    out: str | Path,
+    chunk: int | None = None,
+    level: float = 0.9,
+    progress: Callable[[int], object] | None = None,
+) -> Written:
+    """The columns of `Bundle.predict` for every row of a path or data frame; `progress` is told the rows so far."""
+    out, remarks, rows, flagged, frames = Path(out), Notes(), 0, 0, []
+    parquet = out.suffix.lower() in (".parquet", ".pq")
+    style: Any = {
+        "sep": "\t" if ".tsv" in out.name.lower() else ",",
+        "compression": "gzip" if out.suffix.lower() == ".gz" else None,
+    }
+    with replacing(out) as partial:
+        for frame in bundle.predict_chunks(source, chunk, level, remarks):
+            if parquet:
+                frames.append(frame)
+            else:
+                frame.to_csv(partial, mode="a" if rows else "w", header=not rows, index=False, **style)
+            rows, flagged = rows + len(frame), flagged + int(frame["ood"].sum())
+            if progress is not None:
+                progress(rows)
+        if not rows:
+            raise DataError(f"{open_table(source).name} has no rows; expected at least one to predict.")
+        if parquet:
+            pd.concat(frames).to_parquet(partial, index=False)
+    return Written(rows, flagged, remarks.listed())
