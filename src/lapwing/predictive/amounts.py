@@ -132,17 +132,15 @@ def _log_mixture(
     steps = torch.linspace(0, 1, FINE, dtype=v.dtype, device=v.device)
     reach = 9.5 * s + s.square() / 2
     first, last = m.squeeze(-1) - reach, torch.maximum(m, squares.clamp_min(1e-300).log()).squeeze(-1) + reach
-    for _ in range(60):
+    while True:
         points = first.unsqueeze(-1) + (last - first).unsqueeze(-1) * steps
         total = v + points.exp()
         terms = -(squares / total + total.log() + (points - m).square() / s2) / 2
-        counts = terms > terms.amax(-1, keepdim=True) - DROP
-        low = counts.to(torch.uint8).argmax(-1, keepdim=True)
-        high = FINE - 1 - counts.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
-        before = last - first
-        first = points.gather(-1, (low - 1).clamp_min(0)).squeeze(-1)
-        last = points.gather(-1, (high + 1).clamp_max(FINE - 1)).squeeze(-1)
-        if bool((last - first >= 0.7 * before).all()):
-            break
-    width = (before / (FINE - 1)).log()
-    return torch.logsumexp(terms, -1) + width - log(2 * pi) - s.log()
+        counts = (terms > terms.amax(-1, keepdim=True) - DROP).to(torch.uint8)
+        low, high = counts.argmax(-1, keepdim=True), FINE - 1 - counts.flip(-1).argmax(-1, keepdim=True)
+        near = points.gather(-1, (low - 1).clamp_min(0)).squeeze(-1)
+        far = points.gather(-1, (high + 1).clamp_max(FINE - 1)).squeeze(-1)
+        if bool((far - near >= 0.7 * (last - first)).all()):
+            width = (last - first) / (FINE - 1)
+            return torch.logsumexp(terms, -1) + width.log() - log(2 * pi) - s.log()
+        first, last = near, far
