@@ -19,9 +19,9 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import log, pi
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from math import ceil, log, pi
 
 import torch
 from jaxtyping import Float
@@ -31,6 +31,9 @@ POINTS, REACH = 65, 8.3
 """Of a Gaussian over l, for averages: exp(-8.3^2 / 2) = 1e-15."""
 FINE, DROP, CHUNK = 129, 45.0, 4096
 """For log-densities, where points follow the integrand down to exp(-45) of its top."""
+TINY = 1e-300
+MOST = 16
+"""Times as many points where l is so little known that its own scale, on which y changes, would fall between them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,11 @@ class Amounts:
     def deviation(self) -> Float[Tensor, " n"]:
         """Standard deviation of y."""
         return (self.variance + self.noise.square()).sqrt()
+
+    @staticmethod
+    def joined(parts: Sequence[Amounts]) -> Amounts:
+        """One after the other; at least one."""
+        return Amounts(*(torch.cat([getattr(part, each.name) for part in parts]) for each in fields(Amounts)))
 
     def alone(self) -> Amounts:
         """What the network says without error bars: N(mean, exp log_noise)."""
@@ -110,37 +118,50 @@ class Amounts:
 
     def _averaged(self, part: Callable[[Tensor, Tensor, Tensor], Tensor], given: Float[Tensor, " n"]) -> Tensor:
         """`part` of chunks of `given`, of inverse deviations of y at points of l, [n, k], and of their weights [k]."""
-        points = torch.linspace(-REACH, REACH, POINTS, dtype=self.mean.dtype, device=self.mean.device)
-        if not bool((self.spread > 0).any()):
-            points = points[POINTS // 2].unsqueeze(0)  # the noise is known
-        weights, found = torch.softmax(-points.square() / 2, 0), []
+        found = []
         for rows in torch.arange(len(given), device=given.device).split(CHUNK):
-            noise = (self.log_noise[rows].unsqueeze(-1) + self.spread[rows].sqrt().unsqueeze(-1) * points).exp()
+            deviation = self.spread[rows].sqrt()
+            if bool((deviation > 0).any()):
+                points = torch.linspace(
+                    -REACH, REACH, _count(POINTS, deviation), dtype=given.dtype, device=given.device
+                )
+            else:
+                points = given.new_zeros(1)  # the noise is known
+            noise = (self.log_noise[rows].unsqueeze(-1) + deviation.unsqueeze(-1) * points).exp()
+            weights = torch.softmax(-points.square() / 2, 0)
             found.append(part(given[rows], (self.variance[rows].unsqueeze(-1) + noise).rsqrt(), weights))
         return torch.cat(found)
+
+
+def _count(least: int, deviation: Float[Tensor, " n"]) -> int:
+    """Points to take for the least known of these l, an odd number; `least` are enough up to a deviation of two."""
+    times = ceil(min(MOST, max(1.0, float(deviation.max()) / 2)))  # max(1, NaN) is 1
+    return (least - 1) * times + 1
 
 
 def _log_mixture(
     squares: Float[Tensor, " n"], v: Float[Tensor, " n"], m: Float[Tensor, " n"], s2: Float[Tensor, " n"]
 ) -> Float[Tensor, " n"]:
-    """log of the integral of N(error | 0, v + exp l) N(l | m, s2) over l, by the trapezoidal rule.
+    """log of the integral of N(error | 0, v + exp l) N(l | m, s2) over l = m + s t, by the trapezoidal rule over t.
 
-    The first factor grows with l up to v + exp l = error^2 and falls from there, so that the integrand is within reach
-    of m or between m and there. A grid over that is narrowed down, a few times, to where the integrand counts.
+    The logarithm of the first factor rises with l up to v + exp l = error^2 and falls from there. It rises by no more
+    than error^2 / 2 (v + exp m) per unit above m, and falls by no more than 1/2, so that the top is between t = -s / 2
+    and the lesser of two bounds, and what counts is within reach of these. A grid over that is narrowed down to it.
     """
-    s, squares, v, m, s2 = s2.sqrt(), *(each.unsqueeze(-1) for each in (squares, v, m, s2))
-    steps = torch.linspace(0, 1, FINE, dtype=v.dtype, device=v.device)
-    reach = 9.5 * s + s.square() / 2
-    first, last = m.squeeze(-1) - reach, torch.maximum(m, squares.clamp_min(1e-300).log()).squeeze(-1) + reach
+    s, reach = s2.sqrt(), (2 * DROP) ** 0.5
+    count = _count(FINE, s)
+    steps = torch.arange(count, dtype=s.dtype, device=s.device)
+    steepest = s / 2 * squares / (v + m.exp()).clamp_min(TINY)
+    first, last = -s / 2 - reach, torch.minimum((squares.log() - m) / s, steepest).clamp_min(0) + reach
+    squares, v, m, s = (each.unsqueeze(-1) for each in (squares, v, m, s))
     while True:
-        points = first.unsqueeze(-1) + (last - first).unsqueeze(-1) * steps
-        total = v + points.exp()
-        terms = -(squares / total + total.log() + (points - m).square() / s2) / 2
+        width = (last - first) / (count - 1)
+        t = first.unsqueeze(-1) + width.unsqueeze(-1) * steps
+        total = (v + (m + s * t).exp()).clamp_min(TINY)
+        terms = -(squares / total + total.log() + t.square()) / 2
         counts = (terms > terms.amax(-1, keepdim=True) - DROP).to(torch.uint8)
-        low, high = counts.argmax(-1, keepdim=True), FINE - 1 - counts.flip(-1).argmax(-1, keepdim=True)
-        near = points.gather(-1, (low - 1).clamp_min(0)).squeeze(-1)
-        far = points.gather(-1, (high + 1).clamp_max(FINE - 1)).squeeze(-1)
-        if bool((far - near >= 0.7 * (last - first)).all()):
-            width = (last - first) / (FINE - 1)
-            return torch.logsumexp(terms, -1) + width.log() - log(2 * pi) - s.log()
+        low, high = counts.argmax(-1), count - 1 - counts.flip(-1).argmax(-1)
+        near, far = first + width * (low - 1).clamp_min(0), first + width * (high + 1).clamp_max(count - 1)
+        if not bool((far - near < 0.7 * (last - first)).any()):  # NaN narrows nothing
+            return torch.logsumexp(terms, -1) + width.log() - log(2 * pi)
         first, last = near, far
