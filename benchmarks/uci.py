@@ -19,15 +19,16 @@ import json
 import os
 import time
 from dataclasses import asdict
-from math import log, pi
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from _common import RESULTS, context
 
 from lapwing.applications.fitting import fit_table
+from lapwing.applications.reading import open_table
 
 SETS = "boston", "concrete", "energy", "wine", "naval"
 SPLITS = tuple(range(20))
@@ -44,17 +45,16 @@ def run(folder: Path, name: str, split: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     plain, laplace = bundle.evaluate(test).rows
     found = bundle.predict(test)
-    error = (test["y"].to_numpy() - found["mean"].to_numpy()) ** 2
-    densities = [
-        (error / variance + np.log(variance) + log(2 * pi)) / 2
-        for variance in (np.full(len(error), bundle.noise_map**2), found["sd"].to_numpy() ** 2)
-    ]
-    difference = densities[0] - densities[1]
+    x, y = torch.cat([x for _, x in bundle.encoded(open_table(test))]), torch.tensor(test["y"].to_numpy())
+    raw = bundle.raw(x)
+    alone = bundle.amounts_map(raw)
+    difference = (bundle.amounts(raw).log_prob(y) - alone.log_prob(y)).numpy()
     far = test.drop(columns="y") + 10 * learn.drop(columns="y").std()
     return {
         "set": name,
         "split": split,
         "rows": {"learn": len(learn), "test": len(test)},
+        "noise": "varying" if bundle.spec.varying else "constant",
         "map": asdict(plain),
         "laplace": asdict(laplace),
         "gain": float(difference.mean()),
@@ -67,7 +67,7 @@ def run(folder: Path, name: str, split: int) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     plain, laplace = row["map"], row["laplace"]
     return (
-        f"{row['set']:9} {row['split']:5} {plain['nll']:9.3f} {laplace['nll']:9.3f} {row['gain']:+8.3f} +- "
+        f"{row['set']:9} {row['split']:5} {row['noise']:8} {plain['nll']:9.3f} {laplace['nll']:9.3f} {row['gain']:+8.3f} +- "
         f"{row['standard_error']:.3f} {laplace['rmse']:10.4g} {laplace['coverage_90']:9.2f} "
         f"{laplace['conformal_90']:9.2f} {row['flagged']['far']:6.2f} {row['seconds']:8.1f}"
     )
@@ -96,7 +96,7 @@ def main() -> None:
     if "LAPWING_DATA" not in os.environ:
         parser.exit(2, "uci.py needs the folder of the data sets: set LAPWING_DATA.\n")
     folder, where = Path(os.environ["LAPWING_DATA"]), context()
-    print("set       split   MAP NLL   Laplace     gain +- error       RMSE  cover 90  conf. 90    far  seconds")
+    print("set       split noise      MAP NLL   Laplace     gain +- error       RMSE  cover 90  conf. 90    far  seconds")
     rows = []
     for name in options.sets.split(","):
         for split in map(int, options.splits.split(",")):

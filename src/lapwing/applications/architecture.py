@@ -1,11 +1,15 @@
 """Networks for tables, by numbers and names: a multi-layer perceptron or a residual network, [B, D] to [B, C].
 
+Where the noise varies with the inputs, the last layer has two heads, and the outputs are [B, 2 C]: C means, then C
+log-variances, as `HeteroscedasticGaussian` takes them.
+
 >>> build(Spec(3, 1, width=5)).eval()(torch.zeros(2, 3)).shape
 torch.Size([2, 1])
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +30,8 @@ class Spec:
 
     mlp      `depth` hidden layers of `width`
     resnet   a linear map to `width`, and `depth` residual blocks of two layers each
+
+    `outputs` counts amounts or classes; with `varying` noise the network gives a log-variance for each as well.
     """
 
     inputs: int
@@ -34,6 +40,7 @@ class Spec:
     depth: int = 1
     kind: str = "mlp"
     activation: str = "tanh"
+    varying: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("inputs", 1), ("outputs", 1), ("width", 1), ("depth", 0)):
@@ -43,6 +50,8 @@ class Spec:
         for name, known in (("kind", KINDS), ("activation", tuple(ACTIVATIONS))):
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} of a network is {getattr(self, name)!r}; expected one of {list(known)}.")
+        if not isinstance(self.varying, bool):
+            raise OptionError(f"varying of a network is {self.varying!r}; expected True or False.")
 
     @property
     def widest(self) -> int:
@@ -59,6 +68,23 @@ class Residual(nn.Module):
 
     def forward(self, h: Float[Tensor, "batch width"]) -> Float[Tensor, "batch width"]:
         return h + self.second(self.activation(self.first(h)))
+
+
+class Heads(nn.Module):
+    """C means and C log-variances of the same features: [B, width] to [B, 2 C].
+
+    Log-variances are `level` plus what the features say, so that a prior around zero is one around constant noise.
+    """
+
+    level: Tensor
+
+    def __init__(self, mean: nn.Linear, noise: nn.Linear, level: Float[Tensor, " outputs"]) -> None:
+        super().__init__()
+        self.mean, self.noise = mean, noise
+        self.register_buffer("level", level)
+
+    def forward(self, h: Float[Tensor, "batch width"]) -> Float[Tensor, "batch outputs"]:
+        return torch.cat([self.mean(h), self.level + self.noise(h)], 1)
 
 
 class Network(nn.Sequential):
@@ -95,4 +121,21 @@ def build(spec: Spec, generator: torch.Generator | None = None, *, dtype: torch.
         for number in range(spec.depth):
             modules += [linear(spec.width if number else spec.inputs, spec.width), activation()]
     last = spec.width if spec.depth or spec.kind == "resnet" else spec.inputs
-    return Network(*modules, linear(last, spec.outputs, 1.0)).eval()
+    end = linear(last, spec.outputs, 1.0)
+    return Network(*modules, _heads(end, torch.zeros(spec.outputs, dtype=dtype)) if spec.varying else end).eval()
+
+
+def with_heads(model: nn.Module, level: float) -> nn.Module:
+    """A copy of a network for amounts that gives their noise as well: at first exp(level / 2) everywhere."""
+    assert isinstance(model, Network)
+    *modules, end = deepcopy(model)
+    assert isinstance(end, nn.Linear)
+    return Network(*modules, _heads(end, torch.full((end.out_features,), level, dtype=end.weight.dtype))).eval()
+
+
+def _heads(mean: nn.Linear, level: Float[Tensor, " outputs"]) -> Heads:
+    noise = nn.utils.skip_init(nn.Linear, mean.in_features, mean.out_features, dtype=mean.weight.dtype)
+    assert isinstance(noise, nn.Linear)
+    nn.init.zeros_(noise.weight)
+    nn.init.zeros_(noise.bias)
+    return Heads(mean, noise, level)

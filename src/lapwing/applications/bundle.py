@@ -6,7 +6,7 @@
 Amounts have the columns
 
     mean, sd                          of the predictive distribution: sd^2 = sd_epistemic^2 + sd_noise^2
-    sd_epistemic, sd_noise            what more data would settle; what it would not
+    sd_epistemic, sd_noise            what more data would settle; what it would not, which may vary from row to row
     lower_90, upper_90                the Bayesian interval: 90 % probable, if the model is right
     conformal_lower_90, ...upper_90   the split-conformal one: holds for 90 % of new rows from the same source
     ood                               unlike the data: sd_epistemic above `bundle.ood.threshold`
@@ -18,8 +18,9 @@ Tables are read in chunks; memory is that of one chunk, and of the predictions u
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import exp, log
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.applications import scoring
-from lapwing.applications.architecture import Spec, build
+from lapwing.applications.architecture import Heads, Spec, build
 from lapwing.applications.calibration import point_noise
 from lapwing.applications.conformal import Conformal, Unfamiliar
 from lapwing.applications.reading import Frame, Table, find_column, open_table, pd
@@ -41,7 +42,7 @@ from lapwing.errors import DataError, LapwingError, StorageError
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.face import CLASSES
 from lapwing.metrics import entropy
-from lapwing.predictive import probit
+from lapwing.predictive import Amounts, probit
 from lapwing.serialize.files import read, write
 
 KIND, VERSION = "table", 1
@@ -53,7 +54,7 @@ SMALLEST = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Raw:
-    """What the network says of n rows: amounts in their own unit, or logits; function variance without noise."""
+    """What the network says of n rows, as it is trained, and the variance of that; amounts are standardised."""
 
     value: Float[Tensor, "n outputs"]
     variance: Float[Tensor, "n outputs"]
@@ -85,14 +86,18 @@ class Bundle:
         """Names of the classes; empty for amounts."""
         return self.target.classes
 
-    @property
+    @cached_property
     def noise(self) -> float:
-        """Standard deviation of the observation noise of amounts, in their unit."""
+        """Standard deviation of the noise of amounts, in their unit; where it varies, the level around which."""
+        if self.spec.varying:
+            *_, heads = self.model.children()
+            assert isinstance(heads, Heads)
+            return exp(float(heads.level[0]) / 2) * self.target.deviation
         return float(self.la.sigma_noise) * self.target.deviation
 
     @cached_property
     def noise_map(self) -> float:
-        """The same for the network's prediction alone, which must hold for its errors as well: see `point_noise`."""
+        """Constant noise of the network's prediction alone, which must hold for its errors as well: `point_noise`."""
         return max(point_noise(self.la), SMALLEST) * self.target.deviation
 
     # -- predictions -------------------------------------------------------------------------------------------------
@@ -134,26 +139,35 @@ class Bundle:
 
     def raw(self, x: Float[Tensor, "rows inputs"]) -> Raw:
         """Outputs of the network and their variances under the posterior, a batch at a time."""
-        size = max(16, min(4096, NUMBERS // (self.la.n_params * self.target.outputs)))
+        size = max(16, min(4096, NUMBERS // (self.la.n_params * self.target.outputs * (1 + self.spec.varying))))
         values, variances = [], []
         with torch.no_grad():
             for part in x.split(size):
                 linear = self.la.linearise(part)
                 values.append(linear.value)
                 variances.append(self.la.posterior.precision.variances(linear).reshape(linear.value.shape))
-        value, variance = torch.cat(values).double(), torch.cat(variances).double().clamp_min(0)
-        if self.task == "regression":
-            value = value * self.target.deviation + self.target.mean
-            variance = variance * self.target.deviation**2
-        return Raw(value, variance)
+        return Raw(torch.cat(values).double(), torch.cat(variances).double().clamp_min(0))
+
+    def amounts(self, raw: Raw) -> Amounts:
+        """Predictions of the posterior, in the unit of the target."""
+        mean, variance = raw.value[:, 0], raw.variance[:, 0]
+        if self.spec.varying:
+            found = Amounts(mean, variance, raw.value[:, 1], raw.variance[:, 1])
+        else:
+            level = torch.full_like(mean, 2 * log(float(self.la.sigma_noise)))
+            found = Amounts(mean, variance, level, torch.zeros_like(mean))
+        return found.rescaled(self.target.deviation, self.target.mean)
+
+    def amounts_map(self, raw: Raw) -> Amounts:
+        """Predictions of the network alone: with the noise that it gives, or the constant one that suits it."""
+        alone = self.amounts(raw).alone()
+        if self.spec.varying:
+            return alone
+        return replace(alone, log_noise=torch.full_like(alone.mean, 2 * log(self.noise_map)))
 
     def familiarity(self, raw: Raw) -> Float[Tensor, " rows"]:
         """sd_epistemic: of the mean of an amount; of the logits of classes, the root mean square over classes."""
-        return raw.variance.mean(1).sqrt()
-
-    def deviation(self, raw: Raw) -> Float[Tensor, " rows"]:
-        """Standard deviation of the predictive distribution of an amount."""
-        return (raw.variance[:, 0] + self.noise**2).sqrt()
+        return self.amounts(raw).epistemic if self.task == "regression" else raw.variance.mean(1).sqrt()
 
     def probabilities(self, raw: Raw) -> Float[Tensor, "rows classes"]:
         return probit(raw.value, raw.variance)
@@ -163,16 +177,16 @@ class Bundle:
         known = self.familiarity(raw)
         percent = f"{100 * level:g}"
         if self.task == "regression":
-            mean, deviation = raw.value[:, 0], self.deviation(raw)
-            half = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)) * deviation
-            lower, upper = self.conformal.interval(mean, deviation, level)
+            found = self.amounts(raw)
+            half = found.half(level)
+            lower, upper = self.conformal.interval(found.mean, found.deviation, level)
             columns: dict[str, Any] = {
-                "mean": mean,
-                "sd": deviation,
+                "mean": found.mean,
+                "sd": found.deviation,
                 "sd_epistemic": known,
-                "sd_noise": torch.full_like(mean, self.noise),
-                f"lower_{percent}": mean - half,
-                f"upper_{percent}": mean + half,
+                "sd_noise": found.noise,
+                f"lower_{percent}": found.mean - half,
+                f"upper_{percent}": found.mean + half,
                 f"conformal_lower_{percent}": lower,
                 f"conformal_upper_{percent}": upper,
             }
@@ -266,7 +280,7 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
     model = build(spec, torch.Generator(), dtype=dtype)
     model.load_state_dict(weights)
     known = {kind.__name__: kind for kind in CLASSES.values()}
-    laplace = known[stored["laplace"]["cls_name"]](model, target.task)
+    laplace = known[stored["laplace"]["cls_name"]](model, "heteroscedastic" if spec.varying else target.task)
     laplace.load_state_dict({**stored["laplace"], **_under("laplace.", tensors)})
     return Bundle(
         encoder=Encoder.from_dict(stored["encoder"]),
@@ -291,18 +305,17 @@ def score(bundle: Bundle, x: Float[Tensor, "rows inputs"], y: Tensor) -> tuple[R
     """MAP and Laplace on rows with targets: amounts in their unit, or class numbers."""
     start = perf_counter()
     with torch.no_grad():
-        outputs = torch.cat([bundle.model(part) for part in x.split(4096)]).double()
+        for part in x.split(4096):
+            bundle.model(part)
     middle = perf_counter()
     raw = bundle.raw(x)
     taken = middle - start, perf_counter() - middle
     if bundle.task == "regression":
-        noise = torch.full_like(raw.value[:, 0], bundle.noise_map)
-        map_mean = outputs[:, 0] * bundle.target.deviation + bundle.target.mean
         return (
-            scoring.score_amounts("MAP", map_mean, noise, y, bundle.conformal_map, taken[0]),
-            scoring.score_amounts("Laplace", raw.value[:, 0], bundle.deviation(raw), y, bundle.conformal, taken[1]),
+            scoring.score_amounts("MAP", bundle.amounts_map(raw), y, bundle.conformal_map, taken[0]),
+            scoring.score_amounts("Laplace", bundle.amounts(raw), y, bundle.conformal, taken[1]),
         )
     return (
-        scoring.score_classes("MAP", outputs.softmax(1), y, bundle.conformal_map, taken[0]),
+        scoring.score_classes("MAP", raw.value.softmax(1), y, bundle.conformal_map, taken[0]),
         scoring.score_classes("Laplace", bundle.probabilities(raw), y, bundle.conformal, taken[1]),
     )

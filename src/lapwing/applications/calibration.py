@@ -1,6 +1,6 @@
 """How wide a posterior should be: one factor on its covariance and one on the noise, by rows it was not fitted to.
 
-    HeldOut    value, variance [n, C] of outputs at rows apart, and their targets
+    HeldOut    value, variance [n, C] of outputs at rows apart, and their targets [n, ...]
     rescale    the factors c and s with the largest likelihood there, where they are worth it
 
 The covariance is multiplied by c through temperature and prior precision, (H / (sigma^2 s^2 T) + prior / c)^-1 with
@@ -10,14 +10,14 @@ regression would have said of each row without it, from one pass: with leverage 
     y - f_without = (y - f) / (1 - h)        variance_without = variance / (1 - h)
 
 which is exact for a linear model at its mode and needs the full covariance: Kronecker factors do not add up to
-leverages below one. `point_noise` is the same idea for a prediction without error bars.
+leverages below one. Where the noise is an output of the network, c scales its variance too, s does not exist, and sigma
+is that of the row. `point_noise` is the same idea for a prediction without error bars.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import log, pi
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ from lapwing.evidence import GaussianFit
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.data import Pairs
 from lapwing.laplace.predictions import moments
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
-from lapwing.predictive import counts, probit
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from lapwing.predictive import Amounts, counts, probit
 
 COVARIANCE = torch.logspace(-3, 3, 61, dtype=torch.float64)
 NOISE = torch.logspace(-1.5, 1, 51, dtype=torch.float64)
@@ -67,9 +67,15 @@ class HeldOut:
             return p.clamp_min(1e-300).log().flatten()
         if isinstance(self.likelihood, Poisson):
             return counts.log_prob(self.targets.flatten(), self.value.flatten(), variance.flatten())
-        total = variance + (self.noise * s).square()
-        error = (self.targets - self.value).square()
-        return -(error / total + total.log() + log(2 * pi)).flatten() / 2
+        return self._amounts(variance, s).log_prob(self.targets.flatten())
+
+    def _amounts(self, variance: Float[Tensor, "n outputs"], s: float) -> Amounts:
+        if isinstance(self.likelihood, HeteroscedasticGaussian):
+            (mean, level), (of_mean, of_level) = self.value.chunk(2, -1), variance.chunk(2, -1)
+        else:
+            mean, of_mean = self.value, variance
+            level, of_level = 2 * (self.noise * s).log().expand_as(mean), torch.zeros_like(mean)
+        return Amounts(mean.flatten(), of_mean.flatten(), level.flatten(), of_level.flatten())
 
 
 def calibrate(la: BaseLaplace, val_loader: Iterable[Any]) -> str:
@@ -108,7 +114,7 @@ def rescale(la: BaseLaplace, held_out: HeldOut, errors: float = 0.0) -> str:
 def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
     """Predictions for the rows of a loader; None for a likelihood whose predictions have no closed form."""
     likelihood = la.distribution
-    if not isinstance(likelihood, (Categorical, Bernoulli, Gaussian, Poisson)):
+    if not isinstance(likelihood, (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian, Poisson)):
         return None
     values, variances, targets = [], [], []
     for batch in Pairs(loader, la.dict_key_y, la.space.device):
@@ -126,7 +132,8 @@ def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
             kept = (0 <= y) & (y < width)  # a target to be ignored is outside the classes
             flat, spread, y = flat[kept], spread[kept], y[kept]
         else:
-            y = likelihood.to_last(y).reshape(-1, width).double().cpu()
+            amounts = width // 2 if isinstance(likelihood, HeteroscedasticGaussian) else width
+            y = likelihood.to_last(y).reshape(-1, amounts).double().cpu()
         values.append(flat)
         variances.append(spread.clamp_min(0))
         targets.append(y)
@@ -140,13 +147,18 @@ def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
 
 
 def leave_one_out(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut:
-    """What a Gaussian regression would have said of each row it was fitted to, had it not seen it."""
+    """What a regression would have said of each row it was fitted to, had it not seen it."""
     seen = gathered(la, loader)
     assert seen is not None
-    assert isinstance(seen.likelihood, Gaussian)
-    left = 1 - (seen.variance / (seen.noise.square() * float(la.temperature))).clamp_max(LEVERAGE)
-    value = seen.targets - (seen.targets - seen.value) / left
-    return HeldOut(seen.likelihood, value, seen.variance / left, seen.targets, seen.noise)
+    varying = isinstance(seen.likelihood, HeteroscedasticGaussian)
+    assert varying or isinstance(seen.likelihood, Gaussian)
+    count = seen.targets.shape[1]
+    mean, variance = seen.value[:, :count], seen.variance[:, :count]
+    square = seen.value[:, count:].exp() if varying else seen.noise.square()
+    left = 1 - (variance / (square * float(la.temperature))).clamp_max(LEVERAGE)
+    without = seen.targets - (seen.targets - mean) / left
+    value = torch.cat([without, seen.value[:, count:]], 1)
+    return replace(seen, value=value, variance=torch.cat([variance / left, seen.variance[:, count:]], 1))
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ from lapwing.applications.targets import (
     split,
 )
 from lapwing.errors import DataError, LapwingWarning, OptionError
+from lapwing.likelihoods import HeteroscedasticGaussian
 
 NUMBERS = 2**27
 """Inputs that are kept in memory at a time: half a gigabyte."""
@@ -62,12 +63,14 @@ def fit_table(
     progress: Report | None = None,
     epochs: int | None = None,
     spec: Spec | None = None,
+    noise: str = "auto",
 ) -> Bundle:
     """A network with a posterior, fitted to a CSV or Parquet file or a data frame, to predict the column `target`.
 
     `task` is "regression", "classification" or "auto", which decides by what the column holds and says why in
     `bundle.target.reason`. `progress(stage, share)` is called with a name and a number from 0 to 1 as the work goes on.
-    `spec` chooses the network; its numbers of inputs and outputs are set here. The same seed gives the same result.
+    `spec` chooses the network; its numbers of inputs and outputs are set here. `noise` of amounts is "constant",
+    "varying" with the inputs, or "auto", which lets the evidence choose. The same seed gives the same result.
     """
     check_seed(seed)
     tell = progress or (lambda stage, share: None)
@@ -101,7 +104,8 @@ def fit_table(
 
     with _threads(len(x["train"])):
         goal = wanted.tensor(y["train"])
-        model, la = train(x["train"], goal, wanted.task, spec, seed=seed, epochs=epochs, callback=trained)
+        model, la = train(x["train"], goal, wanted.task, spec, seed=seed, epochs=epochs, noise=noise, callback=trained)
+    spec = replace(spec, varying=isinstance(la.distribution, HeteroscedasticGaussian))
     seconds["training"] = perf_counter() - clock
 
     clock = perf_counter()
@@ -130,14 +134,11 @@ def check_seed(seed: object) -> None:
 def calibrated(bundle: Bundle, x: Tensor, y: Tensor) -> Bundle:
     """The bundle with conformal scores and the threshold of the flag from rows that were held out."""
     raw = bundle.raw(x)
-    with torch.no_grad():
-        outputs = torch.cat([bundle.model(part) for part in x.split(4096)]).double()
     if bundle.task == "regression":
-        mean = outputs[:, 0] * bundle.target.deviation + bundle.target.mean
-        plain = amount_scores(mean, torch.full_like(mean, bundle.noise_map), y)
-        scores = amount_scores(raw.value[:, 0], bundle.deviation(raw), y)
+        alone, found = bundle.amounts_map(raw), bundle.amounts(raw)
+        plain, scores = (amount_scores(each.mean, each.deviation, y) for each in (alone, found))
     else:
-        plain, scores = class_scores(outputs.softmax(1), y), class_scores(bundle.probabilities(raw), y)
+        plain, scores = class_scores(raw.value.softmax(1), y), class_scores(bundle.probabilities(raw), y)
     ood = Unfamiliar.of(bundle.familiarity(raw))
     return replace(bundle, conformal=Conformal(scores), conformal_map=Conformal(plain), ood=ood)
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lapwing.applications.conformal import Conformal, quantile
 from lapwing.applications.reading import Frame, pd
-from lapwing.metrics import accuracy, calibration_error, coverage, gaussian_nll, nll, rmse
+from lapwing.metrics import accuracy, calibration_error, nll, rmse
+from lapwing.predictive import Amounts
 
 LEVELS = 0.5, 0.9, 0.95
 
@@ -66,25 +67,27 @@ class Summary:
 
 
 def score_amounts(
-    method: str,
-    mean: Float[Tensor, " n"],
-    deviation: Float[Tensor, " n"],
-    targets: Float[Tensor, " n"],
-    conformal: Conformal,
-    seconds: float,
+    method: str, predicted: Amounts, targets: Float[Tensor, " n"], conformal: Conformal, seconds: float
 ) -> Row:
-    """Scores of Gaussian predictions, in the unit of the targets."""
-    variance = deviation.square()
+    """Scores of predictions of amounts, in the unit of the targets."""
+    error, deviation = (targets - predicted.mean).abs(), predicted.deviation
+    central = (2 * predicted.below(targets) - 1).abs()  # the level of the smallest central interval with the target
+
+    def share(level: float) -> float:
+        return float((central <= level).double().mean())
+
     grid = [level / 20 for level in range(1, 20)]
-    ece = sum(abs(coverage(mean, variance, targets, level) - level) for level in grid) / len(grid)
-    error = (targets - mean).abs()
     shares: dict[str, Any] = {}
     for level in LEVELS:
         width = quantile(conformal.scores, level)
         inside = float((error <= width * deviation).double().mean())
-        shares[f"coverage_{100 * level:g}"] = coverage(mean, variance, targets, level)
+        shares[f"coverage_{100 * level:g}"] = share(level)
         shares[f"conformal_{100 * level:g}"] = None if width == float("inf") else inside
-    scores: dict[str, Any] = {"nll": gaussian_nll(mean, variance, targets), "rmse": rmse(mean, targets), "ece": ece}
+    scores: dict[str, Any] = {
+        "nll": -float(predicted.log_prob(targets).mean()),
+        "rmse": rmse(predicted.mean, targets),
+        "ece": sum(abs(share(level) - level) for level in grid) / len(grid),
+    }
     return Row(method=method, accuracy=None, seconds=seconds, **scores, **shares)
 
 
