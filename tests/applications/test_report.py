@@ -22,6 +22,7 @@ from lapwing.applications.report.predictions import Classes, Numbers
 from lapwing.errors import DataError, LikelihoodError, NotFittedError
 from lapwing.laplace import BaseLaplace
 from lapwing.likelihoods import Categorical, Gaussian, from_function
+from lapwing.predictive import Amounts
 from unchanged import unchanged
 
 D, C = 3, 4
@@ -209,7 +210,8 @@ def gaussian(n: int = 20_000, factor: float = 1.0) -> Numbers:
     deviation = torch.rand(n, generator=generator, dtype=torch.float64) + 0.5
     mean = torch.randn(n, generator=generator, dtype=torch.float64)
     targets = mean + deviation * factor * torch.randn(n, generator=generator, dtype=torch.float64)
-    return Numbers(targets, mean, 0.6 * deviation, 0.8 * deviation)
+    amounts = Amounts(mean, (0.6 * deviation).square(), 2 * (0.8 * deviation).log(), torch.zeros_like(mean))
+    return Numbers(targets, amounts, amounts.alone())
 
 
 def within(found: float, share: float, n: int) -> bool:
@@ -349,7 +351,8 @@ def test_noise_per_output_is_used() -> None:
     la.fit(data("two"))
     found = observe(la, data("two", seed=1)).data
     assert isinstance(found, Numbers)
-    assert found.noise.reshape(-1, 2)[5].tolist() == sigma.tolist()
+    torch.testing.assert_close(found.laplace.noise.reshape(-1, 2)[5], sigma)
+    torch.testing.assert_close(found.network.deviation.reshape(-1, 2)[5], sigma)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -170,6 +170,17 @@ def errors(data: Numbers | Counts | Classes, points: int = 1500, seed: int = 0) 
     return found | {"points": {"predicted": predicted[chosen].tolist(), "error": error[chosen].tolist()}}
 
 
+def noise(observed: Observed) -> Figures | None:
+    """Of numbers: whether it differs between rows, its deviation in their middle 90 %, its share of the variance."""
+    data = observed.data
+    if not isinstance(data, Numbers):
+        return None
+    of_rows = data.laplace.log_noise.reshape(observed.rows, -1)
+    low, high = data.laplace.noise.quantile(torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
+    share = float(data.laplace.noise.square().mean() / data.deviation.square().mean())
+    return {"varies": bool((of_rows != of_rows[0]).any()), "low": low, "high": high, "share": share}
+
+
 def unfamiliar(observed: Observed, bins: int = 30) -> Figures | None:
     """Histograms of the uncertainty of familiar and of unfamiliar inputs, and how well it tells them apart."""
     outside = observed.outside

@@ -22,7 +22,7 @@ from lapwing.laplace.data import Pairs
 from lapwing.laplace.predictions import FEW_OUTPUTS, marginal_draws, moments, predicted, probabilities
 from lapwing.likelihoods import Bernoulli, BernoulliMixture, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from lapwing.metrics import entropy
-from lapwing.predictive import draws
+from lapwing.predictive import Amounts, draws
 from lapwing.tangent.inputs import batch_size
 
 OUTSIDE_ROWS = 1000
@@ -140,13 +140,11 @@ def _predict(la: BaseLaplace, x: Any, y: Tensor) -> tuple[Numbers | Counts | Cla
             targets = y.flatten().long().cpu()
             kept = (0 <= targets) & (targets < found[0].shape[-1])  # a target to be ignored is outside the classes
             return Classes(targets[kept], *(each[kept] for each in found)), _rows(targets, len(y))[kept]
-        mean, variance, noise = _moments(la, linear)
-        targets = likelihood.to_last(y)
+        amounts = _amounts(la, linear)
+        targets = likelihood.to_last(y).reshape(-1).double().cpu()
     if isinstance(likelihood, Poisson):
-        counts = Counts(*(value.reshape(-1).double().cpu() for value in (targets, mean, variance.clamp_min(0))))
-        return counts, _rows(counts.targets, len(y))
-    flat = [value.reshape(-1).double().cpu() for value in (targets, mean, variance.clamp_min(0).sqrt(), noise)]
-    return Numbers(*flat), _rows(flat[0], len(y))
+        return Counts(targets, amounts.mean, amounts.variance), _rows(targets, len(y))
+    return Numbers(targets, amounts, amounts.alone()), _rows(targets, len(y))
 
 
 def _rows(entries: Tensor, rows: int) -> Int[Tensor, " n"]:
@@ -177,7 +175,7 @@ def _spread(la: BaseLaplace, x: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         if isinstance(likelihood, DISCRETE):
             network, posterior, deviation = _classes(la, linear)
             return entropy(posterior), entropy(network), deviation
-        deviation = _moments(la, linear)[1].clamp_min(0).sqrt().reshape(-1).double().cpu()
+        deviation = _amounts(la, linear).epistemic
         return deviation, None, deviation
 
 
@@ -203,24 +201,28 @@ def _mixture(la: BaseLaplace, linear: Any, likelihood: BernoulliMixture) -> Tens
     return torch.stack([likelihood.probability(each) for each in found]).mean(0)
 
 
-def _moments(la: BaseLaplace, linear: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance of the function and deviation of the noise, class axis last; counts have no such noise."""
+def _amounts(la: BaseLaplace, linear: Any) -> Amounts:
+    """What is predicted for every number; for counts their log-rates, which have no noise."""
     likelihood = la.distribution
     mean, variance = (likelihood.to_last(value) for value in moments(la.posterior, linear, diagonal=True))
+    spread = torch.zeros_like(mean)
     if isinstance(likelihood, HeteroscedasticGaussian):
-        centre, log_variance = mean.chunk(2, -1)
-        return centre, variance.chunk(2, -1)[0], (log_variance / 2).exp()
-    if isinstance(likelihood, Poisson):
-        return mean, variance, torch.zeros_like(mean)
-    if not isinstance(likelihood, Gaussian):
+        (mean, log_noise), (variance, spread) = mean.chunk(2, -1), variance.chunk(2, -1)
+    elif isinstance(likelihood, Gaussian):
+        sigma = la.sigma_noise if la.has_noise else torch.as_tensor(likelihood.sigma)
+        log_noise = 2 * sigma.double().log().expand(mean.shape)
+    elif isinstance(likelihood, Poisson):
+        log_noise = torch.full_like(mean, -torch.inf)
+    else:
         raise LikelihoodError(
             f"the likelihood is {type(likelihood).__name__}; expected a Gaussian, a heteroscedastic Gaussian, counts, "
             "classes or binary labels, whose predictions a report can compare with targets."
         )
-    sigma = la.sigma_noise if la.has_noise else torch.as_tensor(likelihood.sigma)
-    return mean, variance, sigma.to(mean).expand_as(mean)
+    every = mean, variance.clamp_min(0), log_noise, spread.clamp_min(0)
+    return Amounts(*(each.reshape(-1).double().cpu() for each in every))
 
 
 def _joined(found: Sequence[Numbers | Counts | Classes]) -> Numbers | Counts | Classes:
-    parts = list(zip(*(vars(each).values() for each in found), strict=True))
-    return type(found[0])(*(torch.cat(part) for part in parts if part[0] is not None))
+    parts = zip(*(vars(each).values() for each in found), strict=True)
+    joined: list[Any] = [Amounts.joined(part) if isinstance(part[0], Amounts) else torch.cat(part) for part in parts]
+    return type(found[0])(*joined)

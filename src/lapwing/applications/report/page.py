@@ -129,7 +129,7 @@ def sections(figures: Figures) -> list[Section]:
             _promises(figures),
         )
     )
-    said = words.errors(figures["errors"], classes)
+    said = words.errors(figures["errors"], classes, figures["noise"])
     alt = f"Error against predicted uncertainty. {said[1]}"
     picture = draw(pictures.class_errors if classes else pictures.number_errors, figures["errors"])
     found.append(Section("Does it know when it errs?", alt, picture, *said))
@@ -218,10 +218,8 @@ def _uncertain(figures: Figures) -> str:
             cells += [(number(row[k]), "") for k in ("target", "mean", "deviation", "epistemic", "noise")]
         cells += [(str(value), "text") for value in row.get("columns", ())]
         lines.append(f"<tr>{_cells(cells, 'td')}</tr>")
-    return (
-        f'<section class="card"><h2>The most uncertain rows</h2><p>{escape(words.uncertain(classes))}</p>'
-        f"{_table(head, lines)}</section>"
-    )
+    said = words.uncertain(classes, figures["noise"])
+    return f'<section class="card"><h2>The most uncertain rows</h2><p>{escape(said)}</p>{_table(head, lines)}</section>'
 
 
 def _table(head: Iterable[tuple[str, str]], lines: Iterable[str]) -> str:

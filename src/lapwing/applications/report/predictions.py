@@ -1,6 +1,6 @@
 """Targets and what was predicted for them, laid out flat: one class for each kind of target.
 
-    Numbers   mean, epistemic and noise standard deviation [n]: a Gaussian for every target
+    Numbers   `Amounts` [n]: a Gaussian for every target, or a mixture of them where the noise is learnt too
     Counts    mean and variance of the log-rate [n]: a Poisson law with an uncertain rate for every target
     Classes   probabilities of the network as trained and of the posterior [n, C]
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log, pi
 from typing import Literal
 
 import torch
@@ -20,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapwing.metrics import entropy
-from lapwing.predictive import counts
+from lapwing.predictive import Amounts, counts
 
 Source = Literal["network", "laplace"]
 SOURCES: tuple[Source, ...] = ("network", "laplace")
@@ -28,21 +27,24 @@ SOURCES: tuple[Source, ...] = ("network", "laplace")
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Numbers that were to be predicted, and what was predicted.
-
-    `plain` is the deviation of the network's prediction without error bars, where it is another than the noise.
-    """
+    """Numbers that were to be predicted, and what was predicted."""
 
     targets: Float[Tensor, " n"]
-    mean: Float[Tensor, " n"]
-    epistemic: Float[Tensor, " n"]
-    noise: Float[Tensor, " n"]
-    plain: Float[Tensor, " n"] | None = None
+    laplace: Amounts
+    network: Amounts
+
+    @property
+    def mean(self) -> Float[Tensor, " n"]:
+        return self.laplace.mean
 
     @property
     def deviation(self) -> Float[Tensor, " n"]:
         """Of a new observation: what the weights leave open, and the noise."""
-        return (self.epistemic.square() + self.noise.square()).sqrt()
+        return self.laplace.deviation
+
+    @property
+    def epistemic(self) -> Float[Tensor, " n"]:
+        return self.laplace.epistemic
 
     @property
     def uncertainty(self) -> Float[Tensor, " n"]:
@@ -51,40 +53,34 @@ class Numbers:
     @property
     def parts(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
         """The deviation as two: by the weights and by the noise."""
-        return self.epistemic, self.noise
+        return self.laplace.epistemic, self.laplace.noise
 
     def expected(self, source: Source) -> Float[Tensor, " n"]:
-        return self.mean
+        return self._by(source).mean
 
     def log_prob(self, source: Source) -> Float[Tensor, " n"]:
         """Of every target."""
-        variance = self._deviation(source).square()
-        return -((self.targets - self.mean).square() / variance + variance.log() + log(2 * pi)) / 2
+        return self._by(source).log_prob(self.targets)
 
     def below(self, source: Source) -> Float[Tensor, " n"]:
         """The predicted probability of a value below the target: uniform where predictions are right."""
-        return torch.special.ndtr((self.targets - self.mean) / self._deviation(source))
+        return self._by(source).below(self.targets)
 
     def inside(self, source: Source, level: float) -> Bool[Tensor, " n"]:
         """Whether a target is in the central interval of this probability."""
-        half = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64))
-        return (self.targets - self.mean).abs() <= half * self._deviation(source)
+        return (2 * self.below(source) - 1).abs() <= level
 
     def widths(self, source: Source, levels: Sequence[float]) -> list[float]:
         """Mean widths of the central intervals."""
-        halves = torch.special.ndtri((1 + torch.tensor(levels, dtype=torch.float64)) / 2)
-        return (2 * halves * self._deviation(source).mean()).tolist()
+        return [2 * float(self._by(source).half(level).mean()) for level in levels]
 
     def rescaled(self, scale: float, shift: float) -> Numbers:
         """In other units: value * scale + shift."""
-        spread = self.epistemic * scale, self.noise * scale, None if self.plain is None else self.plain * scale
-        return Numbers(self.targets * scale + shift, self.mean * scale + shift, *spread)
+        both = (each.rescaled(scale, shift) for each in (self.laplace, self.network))
+        return Numbers(self.targets * scale + shift, *both)
 
-    def _deviation(self, source: Source) -> Float[Tensor, " n"]:
-        """Of a new observation; for the network alone it is the noise, or `plain`."""
-        if source == "laplace":
-            return self.deviation
-        return self.noise if self.plain is None else self.plain
+    def _by(self, source: Source) -> Amounts:
+        return self.laplace if source == "laplace" else self.network
 
 
 @dataclass(frozen=True, eq=False)

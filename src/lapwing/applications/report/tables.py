@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import log
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,8 @@ def report_table(
     held = _held(bundle, table, _test_rows(bundle, table, seed))
     if held.is_test and not _same_score(bundle, held):  # another table with as many rows
         held = _held(bundle, table, None)
-    batch = max(16, min(4096, NUMBERS // (bundle.la.n_params * bundle.target.outputs)))
+    outputs = bundle.target.outputs * (1 + bundle.spec.varying)
+    batch = max(16, min(4096, NUMBERS // (bundle.la.n_params * outputs)))
     targets = bundle.target.tensor(held.y.numpy())
     outside = None if out_of_distribution is None else _inputs(bundle, open_table(out_of_distribution), batch)
 
@@ -78,7 +80,7 @@ def report_table(
 
     observed = observe(bundle.la, batches(), outside)
     if bundle.task == "regression":
-        observed = _in_units(observed.rescaled(bundle.target.deviation, bundle.target.mean), bundle)
+        observed = _in_units(observed, bundle)
     tell("drawing", 0.0)
     figures = collect(
         bundle.la,
@@ -106,10 +108,14 @@ def report_table(
 
 
 def _in_units(observed: Observed, bundle: Bundle) -> Observed:
-    """With the noise level that the network has in the summary, where it does without error bars."""
+    """In the target's unit; constant noise of the network alone is the level that the network has in the summary."""
+    observed = observed.rescaled(bundle.target.deviation, bundle.target.mean)
+    if bundle.spec.varying:
+        return observed
     assert isinstance(observed.data, Numbers)
-    plain = torch.full_like(observed.data.noise, bundle.noise_map)
-    return replace(observed, data=replace(observed.data, plain=plain))
+    log_noise = torch.full_like(observed.data.mean, 2 * log(bundle.noise_map))
+    network = replace(observed.data.network, log_noise=log_noise)
+    return replace(observed, data=replace(observed.data, network=network))
 
 
 def _held(bundle: Bundle, table: Table, wanted: Int[np.ndarray, " test"] | None) -> Held:

@@ -91,7 +91,7 @@ PROMISES = (
 )
 
 
-def errors(figures: Figures, classes: bool) -> tuple[str, str]:
+def errors(figures: Figures, classes: bool, noise: Figures | None = None) -> tuple[str, str]:
     if classes:
         shows = (
             "Rows in groups of equal size, from those the model is surest of (smallest entropy) to those it is least "
@@ -110,6 +110,8 @@ def errors(figures: Figures, classes: bool) -> tuple[str, str]:
         "squares are the typical (root mean square) error of groups of rows; on the dashed line it is as large as "
         "predicted."
     )
+    if noise and noise["varies"]:
+        shows += " How large the noise is was learnt as well: it is predicted for every row, from its inputs."
     ratio = [e / p for e, p in zip(figures["error"], figures["predicted"], strict=True)]
     half = len(ratio) // 2
     low, high = (sum(part) / max(1, len(part)) for part in (figures["error"][:half], figures["error"][-half:]))
@@ -118,15 +120,14 @@ def errors(figures: Figures, classes: bool) -> tuple[str, str]:
         f"In the surest group the error is {ratio[0]:.2f} times the predicted deviation, in the least sure one "
         f"{ratio[-1]:.2f} times. "
     )
-    here += (
-        "Rows with larger predicted deviations do have larger errors."
-        if rises
-        else (
-            "Here the predicted deviation hardly tells large errors from small ones: most of it is noise that is the "
-            "same for all rows."
-        )
-    )
-    return shows, here
+    if rises:
+        return shows, here + "Rows with larger predicted deviations do have larger errors."
+    here += "Here the predicted deviation hardly tells large errors from small ones"
+    if noise and noise["varies"]:
+        here += ", although the noise in it is not the same for all rows"
+    elif noise and noise["share"] > 0.5:
+        here += ": most of it is noise that is the same for all rows"
+    return shows, here + "."
 
 
 def unfamiliar(figures: Figures, classes: bool) -> tuple[str, str]:
@@ -189,13 +190,15 @@ def effective(figures: Figures) -> tuple[str, str]:
     return shows, here
 
 
-def uncertain(classes: bool) -> str:
+def uncertain(classes: bool, noise: Figures | None = None) -> str:
     if classes:
         return (
             "The rows whose predicted probabilities are most spread out, worst first: candidates for a second look, a "
             "better label, or more data of their kind. Rows count from 0 in the order of the data."
         )
+    varies = noise is not None and noise["varies"]
+    stays = "the noise becomes better known, but stays" if varies else "the noise does not"
     return (
         "The rows with the largest predicted standard deviation, worst first. The part from the weights shrinks with "
-        "more data of that kind; the noise does not. Rows count from 0 in the order of the data."
+        f"more data of that kind; {stays}. Rows count from 0 in the order of the data."
     )

@@ -68,7 +68,7 @@ def collect(
     noise: float | None = None,
     choices: Sequence[str] = (),
 ) -> Figures:
-    """All figures of a report, ready for JSON. `noise` is its level in other units, where predictions are."""
+    """All figures of a report, ready for JSON. `noise` is its level in other units, if it is constant."""
     data = observed.data
     if not len(data.targets):
         raise DataError("the loader has no row with a target; expected at least one. Check the dataset.")
@@ -83,6 +83,7 @@ def collect(
     rows = numbers.uncertain(observed)
     if observed.columns is not None:
         rows = [row | {"columns": [number(v) for v in observed.columns[row["row"]].tolist()]} for row in rows]
+    found = numbers.noise(observed)
     own = [f"Structure: {la.reason}."] if la.reason and not la.choices else []
     return {
         "title": title or f"{type(la.model).__name__} with error bars",
@@ -90,7 +91,8 @@ def collect(
         "task": task,
         "counts": isinstance(data, Counts),
         "rows": observed.rows,
-        "facts": [*facts, *_facts(la, observed, noise)],
+        "facts": [*facts, *_facts(la, observed, found, noise)],
+        "noise": found,
         "summary": numbers.summary(data),
         **calibration,
         "coverage": numbers.coverage(data, conformal),
@@ -118,13 +120,16 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def _facts(la: BaseLaplace, observed: Observed, noise: float | None) -> list[str]:
+def _facts(la: BaseLaplace, observed: Observed, found: Figures | None, noise: float | None) -> list[str]:
     facts = [
         f"{observed.rows:,} rows looked at, {la.n_data:,} learnt from",
         f"{type(la.model).__name__} with {sum(p.numel() for p in la.model.parameters()):,} parameters",
         f"{type(la).__name__} over {la.space.size:,} of them",
     ]
-    if la.has_noise:
+    if found is not None and found["varies"]:
+        low, high = number(found["low"]), number(found["high"])
+        facts.append(f"noise varies with the inputs: standard deviation {low} to {high} (middle 90% of rows)")
+    elif la.has_noise:
         facts.append(f"noise level {float(la.sigma_noise) if noise is None else noise:.3g}")
     return facts
 
