@@ -5,11 +5,14 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lapwing import Laplace
+from lapwing.applications.fitting import fit_table
 from lapwing.applications.report import numbers, report, words
 from lapwing.applications.report.observe import Observed, observe
 from lapwing.applications.report.predictions import Numbers
@@ -176,3 +179,35 @@ def test_words_where_the_predicted_deviation_says_little() -> None:
     assert words.errors(flat, False, None)[1].endswith("large errors from small ones.")  # counts
     varies = words.errors(flat, False, noise | {"varies": True})[1]
     assert varies.endswith("small ones, although the noise in it is not the same for all rows.")
+
+
+@pytest.fixture(scope="module")
+def table() -> pd.DataFrame:
+    generator = np.random.default_rng(0)
+    x = generator.uniform(-1, 1, (600, 2))
+    noise = np.exp(1.2 * (x[:, 1] - 1)) * generator.standard_normal(600)
+    return pd.DataFrame({"area": x[:, 0], "age": x[:, 1], "price": 5000 + 900 * np.sin(2 * x[:, 0]) + 800 * noise})
+
+
+@pytest.mark.parametrize("noise", ["varying", "constant"])
+def test_a_table_has_the_scores_of_its_summary(tmp_path: Path, table: pd.DataFrame, noise: str) -> None:
+    bundle = fit_table(table, "price", noise=noise, epochs=40)
+    assert bundle.spec.varying == (noise == "varying")
+    figures = report(bundle, table, tmp_path / "r.html")
+    assert figures["rows_are_test"]
+    assert figures["noise"]["varies"] == bundle.spec.varying
+    found = {row["measure"]: row for row in figures["summary"]}
+    for source, expected in zip(("network", "laplace"), bundle.summary.rows, strict=True):
+        assert found["Negative log-likelihood"][source] == pytest.approx(expected.nll, rel=1e-6)
+        for level in (50, 90, 95):
+            covered = found[f"Coverage of {level}% intervals"][source]
+            assert covered == pytest.approx(getattr(expected, f"coverage_{level}"))
+    frame = bundle.predict(table.iloc[figures["looked_at"]])
+    assert figures["noise"]["low"] == pytest.approx(frame["sd_noise"].quantile(0.05), rel=1e-5)
+    assert figures["noise"]["high"] == pytest.approx(frame["sd_noise"].quantile(0.95), rel=1e-5)
+    width = (frame["upper_90"] - frame["lower_90"]).mean()
+    assert figures["coverage"]["laplace"]["width"][4] == pytest.approx(width, rel=1e-5)
+    text = Text(tmp_path / "r.html").text
+    assert ("noise varies with the inputs" in text) == bundle.spec.varying
+    assert ("noise level" in text) != bundle.spec.varying
+    assert "e+0" not in text  # amounts as one writes them

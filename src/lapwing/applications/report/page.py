@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any
 
 from lapwing.applications.report import pictures, words
+from lapwing.applications.report.words import number
 
 Figures = dict[str, Any]
 
@@ -244,16 +245,6 @@ def _choices(figures: Figures) -> list[str]:
 
 def _named(names: Sequence[str] | None, index: int) -> str:
     return names[index] if names and index < len(names) else str(index)
-
-
-def number(value: float) -> str:
-    """Four significant digits, without a power of ten where it reads well."""
-    if not isfinite(value):
-        return "-"
-    size = abs(value)
-    if size >= 1e6 or 0 < size < 1e-4:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if size >= 1e4 else f"{value:.4g}"
 
 
 def as_json(figures: Figures) -> str:

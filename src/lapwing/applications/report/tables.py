@@ -22,8 +22,9 @@ from lapwing.applications.conformal import quantile
 from lapwing.applications.reading import Table, open_table, pd
 from lapwing.applications.report.numbers import LEVELS
 from lapwing.applications.report.observe import SHOWN_COLUMNS, Observed, observe
-from lapwing.applications.report.page import number, render
+from lapwing.applications.report.page import render
 from lapwing.applications.report.predictions import Classes, Numbers
+from lapwing.applications.report.words import number
 from lapwing.applications.report.write import collect, write
 from lapwing.applications.targets import TEST, present, split
 from lapwing.errors import DataError

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 Figures = dict[str, Any]
+
+
+def number(value: float) -> str:
+    """Four significant digits, without a power of ten where it reads well."""
+    if not isfinite(value):
+        return "-"
+    size = abs(value)
+    if size >= 1e6 or 0 < size < 1e-4:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if size >= 1e4 else f"{value:.4g}"
 
 
 def headline(figures: Figures) -> list[str]:
@@ -69,8 +80,8 @@ def coverage(figures: Figures, classes: bool, counts: bool = False) -> tuple[str
         shows += " Counts go by whole steps, so intervals of small ones hold more than they promise."
     at = figures["levels"].index(0.9)
     sizes = {name: figures[name]["width"][at] for name in ("network", "laplace", "conformal")}
-    unit = " classes" if classes else ""
-    said = [f"{sizes[n]:.3g}{unit} ({label})" for n, label in _LABELS.items() if sizes[n] not in (None, float("inf"))]
+    known = [(size, label) for n, label in _LABELS.items() if (size := sizes[n]) not in (None, float("inf"))]
+    said = [f"{f'{size:.3g} classes' if classes else number(size)} ({label})" for size, label in known]
     return shows, f"Mean {'size' if classes else 'width'} of a 90% {kind}: {', '.join(said)}."
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from lapwing.applications.report import numbers
 from lapwing.applications.report.observe import SHOWN_COLUMNS, Observed, observe
-from lapwing.applications.report.page import number, render
+from lapwing.applications.report.page import render
 from lapwing.applications.report.predictions import Classes, Counts
+from lapwing.applications.report.words import number
 from lapwing.errors import DataError, OptionError
 from lapwing.laplace import BaseLaplace
 from lapwing.serialize import replacing
@@ -130,7 +131,7 @@ def _facts(la: BaseLaplace, observed: Observed, found: Figures | None, noise: fl
         low, high = number(found["low"]), number(found["high"])
         facts.append(f"noise varies with the inputs: standard deviation {low} to {high} (middle 90% of rows)")
     elif la.has_noise:
-        facts.append(f"noise level {float(la.sigma_noise) if noise is None else noise:.3g}")
+        facts.append(f"noise level {number(float(la.sigma_noise) if noise is None else noise)}")
     return facts
 
 
