@@ -133,6 +133,13 @@ def with_heads(model: nn.Module, level: float) -> nn.Module:
     return Network(*modules, _heads(end, torch.full((end.out_features,), level, dtype=end.weight.dtype))).eval()
 
 
+def noise_level(model: nn.Module) -> Float[Tensor, " outputs"]:
+    """Standard deviation around which the noise of a network with heads varies."""
+    *_, heads = model.children()
+    assert isinstance(heads, Heads)
+    return (heads.level / 2).exp()
+
+
 def _heads(mean: nn.Linear, level: Float[Tensor, " outputs"]) -> Heads:
     noise = nn.utils.skip_init(nn.Linear, mean.in_features, mean.out_features, dtype=mean.weight.dtype)
     assert isinstance(noise, nn.Linear)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import exp, log
+from math import log
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.applications import scoring
-from lapwing.applications.architecture import Heads, Spec, build
+from lapwing.applications.architecture import Spec, build, noise_level
 from lapwing.applications.calibration import point_noise
 from lapwing.applications.conformal import Conformal, Unfamiliar
 from lapwing.applications.reading import Frame, Table, find_column, open_table, pd
@@ -89,11 +89,8 @@ class Bundle:
     @cached_property
     def noise(self) -> float:
         """Standard deviation of the noise of amounts, in their unit; where it varies, the level around which."""
-        if self.spec.varying:
-            *_, heads = self.model.children()
-            assert isinstance(heads, Heads)
-            return exp(float(heads.level[0]) / 2) * self.target.deviation
-        return float(self.la.sigma_noise) * self.target.deviation
+        level = noise_level(self.model)[0] if self.spec.varying else self.la.sigma_noise
+        return float(level) * self.target.deviation
 
     @cached_property
     def noise_map(self) -> float:

@@ -47,6 +47,12 @@ class Task(StrEnum):
     CLASSIFICATION = "classification"
 
 
+class Noise(StrEnum):
+    AUTO = "auto"
+    CONSTANT = "constant"
+    VARYING = "varying"
+
+
 class Network(StrEnum):
     MLP = "mlp"
     RESNET = "resnet"
@@ -79,6 +85,9 @@ def fit(
     width: Annotated[int | None, typer.Option(help="Units of a layer.", min=1)] = None,
     depth: Annotated[int | None, typer.Option(help="Number of layers, or blocks.", min=0)] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; by its size if not given.", min=1)] = None,
+    noise: Annotated[
+        Noise, typer.Option(help="Of amounts: one level, one that varies with the inputs, or the more probable.")
+    ] = Noise.AUTO,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -95,7 +104,8 @@ def fit(
         start = perf_counter()
         small = data.is_file() and data.stat().st_size <= SMALL
         with Stages(as_json) as stages, one_thread(small):
-            bundle = fit_table(data, target, task=task.value, seed=seed, progress=stages, epochs=epochs, spec=spec)
+            options = {"epochs": epochs, "spec": spec, "noise": noise.value}
+            bundle = fit_table(data, target, task=task.value, seed=seed, progress=stages, **options)
             bundle.save(path)
         seconds = perf_counter() - start
         found = {

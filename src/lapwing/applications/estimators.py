@@ -3,9 +3,9 @@
     LaplaceRegressor     predict(X, return_std=True) -> mean [N] or [N, C], standard deviation of the same shape
     LaplaceClassifier    predict_proba(X) -> [N, C]; predict(X) -> labels [N]
 
-Inputs (and targets of a regression) are standardised inside; prior and noise of a regression are tuned by the evidence;
-classes have a unit prior, and a tenth of the rows scales their posterior (that of a regression too, where it is too
-large for the full matrix). All arithmetic is in float64. Needs scikit-learn: `pip install lapwing[tabular]`.
+Inputs (and targets of a regression) are standardised inside; the prior, and the noise of a regression, are tuned by the
+evidence, and a tenth of the rows scales the posterior of classes (that of a regression too, where it is too large for
+the full matrix). All arithmetic is in float64. Needs scikit-learn: `pip install lapwing[tabular]`.
 
     >>> import numpy as np
     >>> X = np.linspace(-2, 2, 40).reshape(-1, 1)
@@ -18,17 +18,18 @@ large for the full matrix). All arithmetic is in float64. Needs scikit-learn: `p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lapwing.applications.architecture import Spec, build
+from lapwing.applications.architecture import Spec, build, noise_level
 from lapwing.applications.network import train
 from lapwing.errors import DataError, OptionError
 from lapwing.laplace import BaseLaplace, Laplace
+from lapwing.likelihoods import HeteroscedasticGaussian
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -75,16 +76,16 @@ class _Estimator(BaseEstimator):
 
     # -- fitting -----------------------------------------------------------------------------------------------------
 
-    def _train(self, X: np.ndarray, y: Tensor, outputs: int) -> None:
+    def _train(self, X: np.ndarray, y: Tensor, outputs: int, **options: Any) -> None:
         """Everything learned: standardisation of X, model_ and laplace_."""
         self._x_mean, self._x_scale = _standards(X)
         x = self._inputs(X)
         spec = Spec(x.shape[1], outputs, self.width, self.depth, self.kind, self.activation)
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
-        options = {"epochs": self.epochs, "batch_size": self.batch_size, "structure": self.structure}
+        options |= {"epochs": self.epochs, "batch_size": self.batch_size, "structure": self.structure}
         options["dtype"] = torch.float64  # predictions that do not depend on how rows are batched
         self.model_, self.laplace_ = train(x, y, self._task, spec, seed=seed, **options)
-        self.spec_ = spec
+        self.spec_ = replace(spec, varying=isinstance(self.laplace_.distribution, HeteroscedasticGaussian))
         with torch.no_grad():
             self.log_marginal_likelihood_ = float(self.laplace_.log_marginal_likelihood())
 
@@ -128,13 +129,30 @@ class LaplaceRegressor(RegressorMixin, _Estimator):
 
     `width`, `depth`, `kind` ("mlp", "resnet") and `activation` ("tanh", "relu", "silu") say what the network is;
     `epochs` and `batch_size` None choose themselves by the number of rows; `structure` of the posterior is "auto",
-    "full", "kron" or "diag".
+    "full", "kron" or "diag"; `noise` is "constant", "varying" with the inputs, or "auto", which lets the evidence
+    choose where there are rows enough.
 
-    After `fit`: `model_` and `laplace_` (in standardised units), `sigma_` (the noise level, in units of the target),
-    `log_marginal_likelihood_` (of the targets as they were given), `n_features_in_`, `feature_names_in_`.
+    After `fit`: `model_` and `laplace_` (in standardised units), `sigma_` (the noise level, in units of the target;
+    where it varies, the level around which), `log_marginal_likelihood_` (of the targets as they were given),
+    `n_features_in_`, `feature_names_in_`.
     """
 
     _task = "regression"
+
+    def __init__(
+        self,
+        width: Any = 50,
+        depth: Any = 1,
+        kind: Any = "mlp",
+        activation: Any = "tanh",
+        epochs: Any = None,
+        batch_size: Any = None,
+        structure: Any = "auto",
+        noise: Any = "auto",
+        random_state: Any = None,
+    ) -> None:
+        super().__init__(width, depth, kind, activation, epochs, batch_size, structure, random_state)
+        self.noise = noise
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -149,8 +167,9 @@ class LaplaceRegressor(RegressorMixin, _Estimator):
         self._single = y.ndim == 1
         y = y.reshape(len(y), -1)
         self._y_mean, self._y_scale = _standards(y)
-        self._train(X, torch.from_numpy((y - self._y_mean) / self._y_scale), y.shape[1])
-        sigma = float(self.laplace_.sigma_noise) * self._y_scale
+        self._train(X, torch.from_numpy((y - self._y_mean) / self._y_scale), y.shape[1], noise=self.noise)
+        level = noise_level(self.model_) if self.spec_.varying else self.laplace_.sigma_noise
+        sigma = level.numpy() * self._y_scale
         self.sigma_ = float(sigma[0]) if self._single else sigma
         # the density of y is that of the standardised y over the scale
         self.log_marginal_likelihood_ -= len(y) * float(np.log(self._y_scale).sum())
@@ -159,26 +178,36 @@ class LaplaceRegressor(RegressorMixin, _Estimator):
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean, and with `return_std` the standard deviation of a new observation.
 
-        The latter holds both what the weights leave open and the noise: the noise alone is `sigma_`, and the weights'
-        share is sqrt(std^2 - sigma_^2).
+        The latter holds both what the weights leave open and the noise. Where the noise is constant it is `sigma_`, and
+        the weights' share is sqrt(std^2 - sigma_^2).
         """
         x = self._checked(X)
-        parts = [self.laplace_(part, diagonal_output=True) for part in x.split(ROWS)] if return_std else None
-        if parts is None:
+        if not return_std:
             with torch.no_grad():
-                return self._shaped(torch.cat([self.model_(part) for part in x.split(ROWS)]).numpy())
-        mean = torch.cat([each[0] for each in parts]).numpy()
-        variance = torch.cat([each[1] for each in parts]) + self.laplace_.sigma_noise**2
-        return self._shaped(mean), self._shaped(variance.sqrt().numpy(), shift=False)
+                return self._shaped(torch.cat([self._split(self.model_(part))[0] for part in x.split(ROWS)]).numpy())
+        parts = [self.laplace_(part, diagonal_output=True) for part in x.split(ROWS)]
+        mean, level = self._split(torch.cat([each[0] for each in parts]))
+        variance, spread = self._split(torch.cat([each[1] for each in parts]))
+        noise = self.laplace_.sigma_noise**2 if level is None or spread is None else (level + spread / 2).exp()
+        return self._shaped(mean.numpy()), self._shaped((variance + noise).sqrt().numpy(), shift=False)
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Draws of new observations, [N, n_samples] or [N, C, n_samples]: one draw of the weights moves all rows."""
         x, generator = self._checked(X), self._generator(n_samples, random_state)
         drawn = self.laplace_.functional_samples(x, n_samples=int(n_samples), generator=generator)
-        noise = torch.randn(drawn.shape, dtype=drawn.dtype, generator=generator)
-        drawn = (drawn + self.laplace_.sigma_noise * noise).numpy() * self._y_scale + self._y_mean  # [S, N, C]
+        mean, level = self._split(drawn)
+        noise = torch.randn(mean.shape, dtype=mean.dtype, generator=generator)
+        sigma = self.laplace_.sigma_noise if level is None else (level / 2).exp()
+        drawn = (mean + sigma * noise).numpy() * self._y_scale + self._y_mean  # [S, N, C]
         drawn = drawn.transpose(1, 2, 0)
         return drawn[:, 0] if self._single else drawn
+
+    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What is of means, and what is of log-variances, where the network gives them."""
+        if not self.spec_.varying:
+            return outputs, None
+        mean, level = outputs.chunk(2, -1)
+        return mean, level
 
     def _shaped(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
         values = values * self._y_scale + (self._y_mean if shift else 0.0)
@@ -246,6 +275,6 @@ def _rebuilt(
 ) -> tuple[nn.Module, BaseLaplace]:
     model = build(spec, torch.Generator(), dtype=torch.float64)
     model.load_state_dict(weights)
-    laplace = Laplace(model, task, "all", structure)
+    laplace = Laplace(model, "heteroscedastic" if spec.varying else task, "all", structure)
     laplace.load_state_dict(posterior)
     return model, laplace

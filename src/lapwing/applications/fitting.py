@@ -118,7 +118,7 @@ def fit_table(
     tell("calibrating", 0.5)
     rows = score(bundle, x["test"], torch.from_numpy(y["test"]))
     seconds["calibration"] = perf_counter() - clock
-    notes = [*table.notes, *_notes(wanted, encoder, values, parts, counts)]
+    notes = [*table.notes, *_notes(wanted, encoder, values, parts, counts), *la.choices]
     notes += [kinds[target].note] if kinds[target].name == "number" and kinds[target].note else []
     tell("calibrating", 1.0)
     if sum(counts.values()) < FEW:

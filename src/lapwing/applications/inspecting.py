@@ -58,6 +58,7 @@ def inspected(path: Path) -> Found:
         "structure": la.structure,
         "prior_precision": la.prior_precision.tolist(),
         "noise": bundle.noise if bundle.task == "regression" else None,
+        "noise_varies": spec.varying,
         "log_evidence": float(la.log_marginal_likelihood()),
         "effective_parameters": float(la.effective_parameters().sum()),
         "calibration_rows": len(bundle.conformal.scores),
@@ -106,7 +107,8 @@ def lines(found: Found) -> list[str | Table | Text]:
     span = f"{min(precisions):.3g} to {max(precisions):.3g}" if len(precisions) > 1 else f"{precisions[0]:.3g}"
     row("Prior", f"precision {span}; log evidence {found['log_evidence']:,.1f}")
     if found["noise"] is not None:
-        row("Noise", f"standard deviation {found['noise']:.4g}")
+        around = "varies with the inputs, around " if found["noise_varies"] else ""
+        row("Noise", f"{around}standard deviation {found['noise']:.4g}")
     row("Calibration", f"{found['calibration_rows']:,} rows; out of distribution above {found['threshold']:.4g}")
     summary = Summary.from_dict(found["summary"])
     return [table, Text(""), comparison(summary), *notes(found["notes"]), *notes(found["explained"], "In words")]

@@ -68,7 +68,8 @@ def train(
     `task` is "regression" or "classification". Without `epochs` there are as many as make about `STEPS` steps. `noise`
     of a regression is "constant", "varying" with the inputs, or "auto", which lets the evidence choose; where it varies
     the network is that of `replace(spec, varying=True)`, and the likelihood of the posterior a heteroscedastic one.
-    `structure` is "full", "kron" or "diag", or "auto". Torch's global generator is left alone.
+    `structure` is "full", "kron" or "diag", or "auto". What was chosen is in `la.choices`. Torch's global generator is
+    left alone.
     """
     if noise not in NOISES:
         raise OptionError(f"noise is {noise!r}; expected one of {list(NOISES)}.")
@@ -90,8 +91,7 @@ def train(
     if task == "classification":
         fitted = _climb(run, epochs, structure, callback)
     else:
-        tried = noise == "varying" or (noise == "auto" and len(x) >= VARYING_ROWS)
-        fitted = _level(run, epochs, structure, callback, tried, noise == "varying")
+        fitted = _level(run, epochs, structure, callback, noise)
     return fitted.run.model, fitted.settled(everything, held_out)
 
 
@@ -113,6 +113,10 @@ class _Fitted:
             laplace.sigma_noise = sigma
         laplace.prior_precision = prior.precisions
         return _Fitted(run, laplace, value)
+
+    def saying(self, choice: str) -> _Fitted:
+        self.laplace.choices = (choice,)
+        return self
 
     def settled(self, rows: Pair, held_out: Pair | None) -> BaseLaplace:
         """The posterior of all rows, on the scale that rows which were not seen prefer.
@@ -151,26 +155,31 @@ def _climb(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
     return _Fitted.of(run, best, structure)
 
 
-def _level(
-    run: Run, epochs: int, structure: str, callback: Callable[[Progress], object] | None, tried: bool, forced: bool
-) -> _Fitted:
+def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress], object] | None, noise: str) -> _Fitted:
     """Amounts: constant noise, and where it is to be tried, noise that varies, for half as long; the better of both.
 
     Both describe the same targets, so that their evidences compare. The prior of the second head is around the constant
     noise: what the rows do not show of its variation costs evidence.
     """
+    tried = noise == "varying" or (noise == "auto" and len(run.x) >= VARYING_ROWS)
     further = ceil(epochs / 2)
     clock = Clock(epochs + tried * further, callback)
     kept = _first(run, epochs, clock)
     constant = _Fitted.of(run, kept, structure)
     if not tried:
-        return constant
+        few = f"as fewer than {VARYING_ROWS} rows to learn from cannot show how it varies"
+        return constant.saying(f"The noise is the same for all rows, {'as asked for' if noise == 'constant' else few}.")
     model = with_heads(run.model, 2 * log(float(kept.sigma)))
     other = replace(run, model=model, spec=replace(run.spec, varying=True))
     precisions = torch.cat([kept.prior.precisions, torch.ones_like(kept.prior.precisions[:1])])
     prior = Prior.layerwise(other.laplace("diag").space, precisions)
     varying = _Fitted.of(other, other.stretch(further, RATE / 4, prior, torch.ones_like(kept.sigma), clock), structure)
-    return varying if forced or varying.log_marginal > constant.log_marginal else constant
+    gain = varying.log_marginal - constant.log_marginal
+    if noise == "varying":
+        return varying.saying(f"The noise varies with the inputs, as asked for; log evidence {gain:+.1f} by it.")
+    if gain > 0:
+        return varying.saying(f"The noise varies with the inputs: log evidence {gain:+.1f} by it.")
+    return constant.saying(f"The noise is the same for all rows: log evidence {gain:+.1f} if it varied.")
 
 
 def _first(run: Run, epochs: int, clock: Clock) -> Kept:
