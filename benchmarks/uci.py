@@ -89,7 +89,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['set']:9} {row['split']:5} {row['noise']:8} {plain['nll']:9.3f} {row['map_scaled']:9.3f} "
         f"{laplace['nll']:9.3f} {row['gain']:+8.3f} +- {row['standard_error']:.3f} {laplace['coverage_90']:9.2f} "
-        f"{laplace['conformal_90']:9.2f} {row['flagged']['far']:6.2f} {row['seconds']:8.1f}"
+        f"{laplace['conformal_90']:9.2f} {row['flagged']['far']:5.2f} {row['seconds']:8.1f}"
     )
 
 
@@ -119,9 +119,7 @@ def main() -> None:
     if "LAPWING_DATA" not in os.environ:
         parser.exit(2, "uci.py needs the folder of the data sets: set LAPWING_DATA.\n")
     folder, where = Path(os.environ["LAPWING_DATA"]), context()
-    print(
-        "set       split noise      MAP NLL    scaled   Laplace     gain +- error  cover 90  conf. 90    far  seconds"
-    )
+    print("set       split noise      MAP NLL    scaled   Laplace     gain +- error  cover 90  conf. 90   far  seconds")
     rows = []
     for name in options.sets.split(","):
         for number in map(int, options.splits.split(",")):
@@ -131,9 +129,9 @@ def main() -> None:
     for found in sets:
         print(
             f"{found['set']:9} mean           {found['map']:9.3f} {found['map_scaled']:9.3f} {found['laplace']:9.3f} "
-            f"{found['gain']:+8.3f} +- "
-            f"{found['standard_error']:.3f}   better on {found['better']} ({found['better_than_scaled']}) of {found['splits']}, "
-            f"worse by more than two standard errors on {found['clearly_worse']}"
+            f"{found['gain']:+8.3f} +- {found['standard_error']:.3f}   "
+            f"better on {found['better']} ({found['better_than_scaled']}) of {found['splits']}, worse by more than two "
+            f"standard errors on {found['clearly_worse']}"
         )
     if {(row["set"], row["split"]) for row in rows} == {(name, split) for name in SETS for split in SPLITS}:
         (RESULTS / "uci.json").write_text(json.dumps(where | {"sets": sets, "rows": rows}, indent=1) + "\n")
