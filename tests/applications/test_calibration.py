@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,6 +62,38 @@ def test_the_noise_of_a_point_prediction_is_generalised_cross_validation(scaled:
     leverage = (x @ covariance * x).sum() / SIGMA**2 / len(x)
     expected = (model(x) - y).square().mean().sqrt() / (1 - leverage)
     assert point_noise(la) == pytest.approx(float(expected.detach()), rel=1e-9)
+
+
+def test_rows_left_out_where_the_noise_is_an_output() -> None:
+    """As with constant noise, if the noise head says the same everywhere and has nothing to do with the mean."""
+    x, y = data(12)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.noise = at_mode(x, y)[0], nn.Linear(3, 1, dtype=torch.float64)
+            with torch.no_grad():
+                self.noise.weight.zero_()
+                self.noise.bias.fill_(2 * log(SIGMA))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.mean(x), self.noise(x)], 1)
+
+    la = Laplace(Two(), "heteroscedastic", "all", "full", prior_precision=ALPHA)
+    la.fit([(x, y)])
+    found, plain = leave_one_out(la, [(x, y)]), leave_one_out(fitted(x, y), [(x, y)])
+    torch.testing.assert_close(found.value[:, :1], plain.value, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.variance[:, :1], plain.variance, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.value[:, 1], torch.full((12,), 2 * log(SIGMA), dtype=torch.float64))
+    assert found.count == 12
+    for c in (0.5, 1.0, 4.0):
+        level = found.value[:, 1:] + (c * found.variance[:, 1:]).sqrt() * torch.linspace(-9, 9, 4001).double()
+        weights = torch.softmax(-torch.linspace(-9, 9, 4001).double().square() / 2, 0).log()
+        normal = torch.distributions.Normal(found.value[:, :1], (c * found.variance[:, :1] + level.exp()).sqrt())
+        expected = torch.logsumexp(normal.log_prob(y) + weights, 1)
+        torch.testing.assert_close(found.log_prob(c), expected, rtol=1e-7, atol=1e-8)
+    said = rescale(la, found)
+    assert "the noise by" not in said
 
 
 def held_out(factor: float, n: int, la: BaseLaplace) -> HeldOut:

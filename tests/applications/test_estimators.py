@@ -50,6 +50,32 @@ def test_units_are_those_of_the_target() -> None:
     np.testing.assert_allclose(found.predict(X), mean)
 
 
+def test_noise_that_varies() -> None:
+    """Deviation 0.2 on the left and 2 on the right, where X_0 changes sign."""
+    random = np.random.default_rng(0)
+    X = random.normal(size=(400, 2))
+    y = 3 * X[:, 1] + np.where(X[:, 0] > 0, 2.0, 0.2) * random.normal(size=400)
+    made = LaplaceRegressor(width=10, epochs=60, random_state=0)
+    found = clone(made).fit(X, y)
+    assert found.spec_.varying
+    mean, std = found.predict(X, return_std=True)
+    np.testing.assert_allclose(found.predict(X), mean)
+    assert std[X[:, 0] > 0.5].mean() > 5 * std[X[:, 0] < -0.5].mean()
+    assert 0.2 < found.sigma_ < 2
+    drawn = found.sample_y(X[:5], 4000, random_state=1)
+    assert (np.abs(drawn.mean(1) - mean[:5]) < 4 * std[:5] / np.sqrt(4000)).all()
+    assert (np.abs(drawn.std(1) / std[:5] - 1) < 0.1).all()  # the tails are heavier than a Gaussian's
+    again = pickle.loads(pickle.dumps(found))
+    np.testing.assert_array_equal(again.predict(X, return_std=True)[1], std)
+    plain = clone(made).set_params(noise="constant").fit(X, y)
+    assert not plain.spec_.varying
+    assert found.log_marginal_likelihood_ > plain.log_marginal_likelihood_
+    two = clone(made).set_params(noise="varying", epochs=3).fit(X, np.stack([y, 10 * y], 1))
+    assert two.predict(X, return_std=True)[1].shape == (400, 2)
+    assert two.sigma_[1] == pytest.approx(10 * two.sigma_[0])
+    assert two.sample_y(X[:7], 3).shape == (7, 2, 3)
+
+
 def test_scaling_the_data_scales_the_answer() -> None:
     X, y = line()
     first, second = LaplaceRegressor(**SMALL).fit(X, y), LaplaceRegressor(**SMALL).fit(1e-6 * X + 3, 1e4 * y - 7)
@@ -203,6 +229,7 @@ def test_a_pipeline_and_a_grid_search() -> None:
         ({"epochs": -1}, "epochs"),
         ({"batch_size": 0}, "batch_size"),
         ({"structure": "dense"}, "hessian_structure"),
+        ({"noise": "none"}, "noise"),
     ],
 )
 def test_a_wrong_argument_is_named_by_fit(wrong: dict[str, Any], match: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log, pi
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,9 +13,11 @@ from lapwing.applications.bundle import Bundle
 from lapwing.applications.conformal import Conformal
 from lapwing.applications.fitting import FEW, fit_table
 from lapwing.applications.network import Spec
+from lapwing.applications.reading import open_table
 from lapwing.applications.scoring import LEVELS, Summary, likely_set, score_amounts, score_classes
 from lapwing.errors import LapwingWarning, OptionError
 from lapwing.metrics import coverage
+from lapwing.predictive import Amounts
 
 SMALL = Spec(1, 1, width=8, depth=1)
 
@@ -40,7 +44,7 @@ def flowers(rows: int = 400, seed: int = 0) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def amounts() -> Bundle:
-    return fit_table(houses(), "price", epochs=40, spec=SMALL)
+    return fit_table(houses(), "price", epochs=40, spec=SMALL, noise="constant")
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +196,8 @@ def test_scores_by_hand(generator: torch.Generator) -> None:
     mean = torch.zeros(50, dtype=torch.float64)
     y = torch.randn(50, generator=generator, dtype=torch.float64)
     conformal = Conformal(torch.full((12,), 2.0, dtype=torch.float64))
-    row = score_amounts("x", mean, torch.ones_like(mean), y, conformal, 0.0)
+    row = score_amounts("x", Amounts(mean, 0 * mean, 0 * mean, 0 * mean), y, conformal, 0.0)
+    assert row.nll == pytest.approx(float((y.square() + log(2 * pi)).mean()) / 2, rel=1e-12)
     assert row.conformal_90 == float((y.abs() <= 2).double().mean())
     assert row.conformal_95 is None
     assert row.coverage_50 == coverage(mean, torch.ones_like(mean), y, 0.5)
@@ -200,3 +205,59 @@ def test_scores_by_hand(generator: torch.Generator) -> None:
     assert likely_set(p, 0.6).tolist() == [[True, True, False], [False, False, True]]
     row = score_classes("x", p, torch.tensor([1, 2]), conformal, 0.0)
     assert (row.coverage_50, row.coverage_90, row.accuracy) == (0.5, 1.0, 0.5)
+
+
+# -- noise that varies -----------------------------------------------------------------------------------------------
+
+
+def springs(rows: int, seed: int = 0) -> pd.DataFrame:
+    """An amount whose noise is 1 where `worn` is false and 8 where it is true."""
+    random = np.random.default_rng(seed)
+    load, worn = random.uniform(0, 100, rows), random.random(rows) < 0.5
+    return pd.DataFrame({"load": load, "worn": worn, "length": load + random.normal(0, np.where(worn, 8, 1))})
+
+
+def test_noise_that_varies_is_found_where_there_is_some() -> None:
+    varying = fit_table(springs(500), "length", epochs=60, spec=SMALL)
+    assert varying.spec.varying
+    assert any(note.startswith("The noise varies with the inputs: log evidence +") for note in varying.notes)
+    new = springs(2000, seed=1)
+    found = varying.predict(new)
+    for worn, deviation in ((True, 8), (False, 1)):
+        assert found["sd_noise"][new["worn"] == worn].mean() == pytest.approx(deviation, rel=0.25)
+    np.testing.assert_allclose(found["sd"] ** 2, found["sd_epistemic"] ** 2 + found["sd_noise"] ** 2, rtol=1e-9)
+    for worn in (True, False):  # an interval with one noise for all rows holds too few of some, and too many of others
+        inside = (found["lower_90"] <= new["length"]) & (new["length"] <= found["upper_90"])
+        assert 0.82 < inside[new["worn"] == worn].mean() < 0.97
+    constant = fit_table(springs(500), "length", epochs=60, spec=SMALL, noise="constant")
+    assert not constant.spec.varying
+    assert constant.predict(new)["sd_noise"].nunique() == 1
+    scores = [each.evaluate(new).rows[1].nll for each in (varying, constant)]
+    assert scores[0] < scores[1] - 0.3  # the noise itself: 2.46 on average, against log of its root mean square, 3.16
+
+
+def test_one_noise_remains_where_it_does_not_vary() -> None:
+    found = fit_table(houses(500), "price", epochs=60, spec=SMALL)
+    assert not found.spec.varying
+    assert any(note.startswith("The noise is the same for all rows: log evidence -") for note in found.notes)
+
+
+def test_scores_of_varying_noise_are_those_of_the_mixture() -> None:
+    found = fit_table(springs(200), "length", epochs=5, spec=SMALL, noise="varying")
+    new = springs(50, seed=3)
+    plain, laplace = found.evaluate(new).rows
+    ((_, x),) = found.encoded(open_table(new))
+    raw, scale = found.raw(x), found.target.deviation
+    y = torch.tensor((new["length"].to_numpy() - found.target.mean) / scale)
+    mean, level = raw.value.T
+    alone = torch.distributions.Normal(mean, (level / 2).exp()).log_prob(y) - log(scale)
+    assert plain.nll == pytest.approx(-float(alone.mean()), rel=1e-9)
+    draws = level + raw.variance[:, 1].sqrt() * torch.linspace(-9, 9, 20_001, dtype=torch.float64).unsqueeze(1)
+    weights = torch.softmax(-torch.linspace(-9, 9, 20_001, dtype=torch.float64).square() / 2, 0).log().unsqueeze(1)
+    given = torch.distributions.Normal(mean, (raw.variance[:, 0] + draws.exp()).sqrt()).log_prob(y)
+    assert laplace.nll == pytest.approx(log(scale) - float(torch.logsumexp(given + weights, 0).mean()), rel=1e-7)
+
+
+def test_a_wrong_noise_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"noise is 'both'.*expected one of.*'varying'"):
+        fit_table(houses(100), "price", noise="both")

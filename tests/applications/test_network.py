@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing.applications import architecture, network, tuning
+from lapwing.applications import architecture, network, steps, tuning
 from lapwing.applications.architecture import Spec, build
-from lapwing.applications.network import Progress, train
+from lapwing.applications.network import train
+from lapwing.applications.steps import Kept, Progress, Run
 from lapwing.errors import DataError, OptionError
 from lapwing.evidence import Evidence, GaussianFit
+from lapwing.likelihoods import Gaussian, HeteroscedasticGaussian
 from lapwing.linalg import Dense
 from lapwing.metrics import accuracy, gaussian_nll, nll
 from lapwing.priors import Prior
@@ -72,7 +74,7 @@ def test_weights_follow_the_generator_and_leave_the_global_one_alone() -> None:
 
 
 def test_a_specification_goes_through_json() -> None:
-    spec = Spec(4, 2, width=7, depth=3, kind="resnet", activation="relu")
+    spec = Spec(4, 2, width=7, depth=3, kind="resnet", activation="relu", varying=True)
     assert Spec(**json.loads(json.dumps(asdict(spec)))) == spec
 
 
@@ -91,6 +93,7 @@ def test_a_wrong_specification_is_refused(wrong: dict[str, object]) -> None:
 def test_a_regression_finds_function_and_noise() -> None:
     x, y = wave(300)
     model, la = train(x, y, "regression", Spec(2, 1, width=30, depth=1), seed=0, epochs=150)
+    assert isinstance(la.distribution, Gaussian)
     assert 0.07 < float(la.sigma_noise) < 0.14  # 0.1 is true
     x_new, y_new = wave(1000, seed=1)
     mean, variance = la(x_new)
@@ -119,7 +122,8 @@ def test_classes_are_learned(kind: str) -> None:
 @pytest.mark.slow
 def test_several_targets_share_a_network() -> None:
     x, y = wave(200)
-    _, la = train(x, torch.stack([y, -y], 1), "regression", Spec(2, 2, width=10, depth=1), seed=0, epochs=60)
+    options = {"seed": 0, "epochs": 60, "noise": "constant"}
+    _, la = train(x, torch.stack([y, -y], 1), "regression", Spec(2, 2, width=10, depth=1), **options)
     mean, variance = la(x)
     assert mean.shape == (200, 2)
     assert variance.shape == (200, 2, 2)
@@ -143,7 +147,7 @@ def test_the_callback_hears_of_every_epoch() -> None:
     train(x, y, "regression", Spec(2, 1, width=5, depth=1), seed=0, epochs=90, callback=told.append)
     assert [each.epoch for each in told] == list(range(1, 91))
     evaluated = [each.log_marginal for each in told if each.log_marginal is not None]
-    assert 5 <= len(evaluated) <= network.ROUNDS
+    assert 5 <= len(evaluated) <= steps.ROUNDS
     assert told[-1].log_marginal is not None
     assert told[-1].loss < told[0].loss
 
@@ -156,17 +160,72 @@ def test_an_interrupt_comes_through() -> None:
         train(*wave(40), "regression", Spec(2, 1, width=5), seed=0, epochs=5, callback=stop)
 
 
-def test_validation_rows_choose_the_weights() -> None:
-    x, y = wave(60)
-    held_out = wave(500, seed=1)
-    spec = Spec(2, 1, width=20, depth=1)
-    _, plain = train(x, y, "regression", spec, seed=0, epochs=60)
-    _, chosen = train(x, y, "regression", spec, seed=0, epochs=60, validation=held_out)
-    scores = []
-    for la in (plain, chosen):
-        mean, variance = la(held_out[0])
-        scores.append(gaussian_nll(mean[:, 0], variance[:, 0, 0] + la.sigma_noise**2, held_out[1]))
-    assert scores[1] <= scores[0] + 0.02  # the final posterior is full, the one that chose is Kronecker
+def swelling(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """y = sin 2 x_0 + noise whose deviation goes from 0.05 to 0.5 with x_1."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(rows, 2, generator=generator) * 2 - 1
+    deviation = 0.05 * 10 ** ((x[:, 1] + 1) / 2)
+    return x, torch.sin(2 * x[:, 0]) + deviation * torch.randn(rows, generator=generator)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_the_evidence_chooses_between_one_noise_and_one_that_varies(structure: str) -> None:
+    options = {"spec": Spec(2, 1, width=8, depth=1), "seed": 0, "epochs": 60, "structure": structure}
+    model, la = train(*swelling(600), "regression", **options)
+    assert isinstance(la.distribution, HeteroscedasticGaussian)
+    assert la.choices[0].startswith("The noise varies with the inputs: log evidence +")
+    x, _ = swelling(300, seed=1)
+    with torch.no_grad():
+        mean, level = model(x).T
+    torch.testing.assert_close(mean, torch.sin(2 * x[:, 0]).double(), rtol=0, atol=0.25)
+    truth = 0.05 * 10 ** ((x[:, 1].double() + 1) / 2)
+    assert float((level / 2 - truth.log()).abs().mean()) < 0.25  # one noise for all rows has 0.58
+    _, la = train(*wave(600, noise=0.3), "regression", **options)
+    assert isinstance(la.distribution, Gaussian)
+    assert la.choices[0].startswith("The noise is the same for all rows: log evidence -")
+
+
+def test_noise_is_as_asked_for_and_few_rows_have_one() -> None:
+    options = {"spec": Spec(2, 1, width=4, depth=1), "seed": 0, "epochs": 8}
+    told: list[Progress] = []
+    for rows, noise, varies, said in (
+        (40, "auto", False, "fewer than 100 rows"),
+        (40, "varying", True, "varies with the inputs, as asked for"),
+        (120, "constant", False, "same for all rows, as asked for"),
+    ):
+        told.clear()
+        model, la = train(*swelling(rows), "regression", noise=noise, callback=told.append, **options)
+        assert isinstance(la.distribution, HeteroscedasticGaussian) == varies
+        assert said in la.choices[0]
+        assert [each.epoch for each in told] == list(range(1, 13 if varies else 9))
+        assert model(torch.zeros(3, 2)).shape == (3, 2 if varies else 1)
+    with pytest.raises(OptionError, match="noise is 'no'"):
+        train(*wave(40), "regression", noise="no", **options)
+
+
+def test_a_second_head_starts_from_the_network_as_it_is() -> None:
+    model = build(Spec(3, 2, width=5, kind="resnet"), torch.Generator().manual_seed(0))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(7, 3, generator=torch.Generator().manual_seed(1))
+    heads = architecture.with_heads(model, 2 * log(0.3))
+    with torch.no_grad():
+        mean, level = heads(x).chunk(2, 1)
+        torch.testing.assert_close(mean, model(x))
+        torch.testing.assert_close((level / 2).exp(), torch.full((7, 2), 0.3, dtype=torch.float64))
+        for parameter in heads.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(architecture.noise_level(heads), torch.full((2,), 0.3, dtype=torch.float64))
+    rebuilt = build(Spec(3, 2, width=5, kind="resnet", varying=True))
+    rebuilt.load_state_dict(heads.state_dict())
+    assert torch.equal(rebuilt(x), heads(x))
+
+
+def test_several_targets_have_a_noise_each() -> None:
+    x, y = swelling(150)
+    model, la = train(x, torch.stack([y, -y], 1), "regression", Spec(2, 2, width=6), seed=0, epochs=10, noise="varying")
+    assert model(x).shape == (150, 4)
+    assert la(x)[1].shape == (150, 4, 4)
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
@@ -200,12 +259,12 @@ def test_the_prior_of_classes_goes_where_the_evidence_grows(
     """Each precision is tried from the best weights so far; the evidence is put in place of the training here."""
     seen: list[float] = []
 
-    def stretch(run: network._Run, epochs: int, rate: float, prior: Prior, sigma: Tensor, *rest: object) -> object:
+    def stretch(run: Run, epochs: int, rate: float, prior: Prior, sigma: Tensor, *rest: object) -> object:
         weights = [parameter.detach() + len(seen) for parameter in run.model.parameters()]
         seen.append(float(prior.precisions[0]))
-        return network._Kept(-abs(float(prior.precisions[0].log()) - log(best)), prior, sigma, weights)
+        return Kept(-abs(float(prior.precisions[0].log()) - log(best)), prior, sigma, weights)
 
-    monkeypatch.setattr(network._Run, "stretch", stretch)
+    monkeypatch.setattr(Run, "stretch", stretch)
     x, y = rings(30)
     _, la = train(x, y, "classification", Spec(2, 3, width=4), seed=0, epochs=8, structure="kron")
     assert seen == pytest.approx([1, *tried])
@@ -223,7 +282,7 @@ def test_every_stretch_of_classes_is_told_of() -> None:
 def test_the_evidence_of_some_rows_is_scaled_to_all_of_them() -> None:
     x, y = wave(64)
     model = build(Spec(2, 1, width=4, depth=1), dtype=torch.float32)
-    la = network.Laplace(model, "regression", "all", "full")
+    la = steps.Laplace(model, "regression", "all", "full")
     la.fit([(x, y.unsqueeze(1))] * 3)
     three = la.evidence
     la.fit([(x, y.unsqueeze(1))])
@@ -235,7 +294,7 @@ def test_the_evidence_of_some_rows_is_scaled_to_all_of_them() -> None:
 def test_updates_come_to_rest_where_the_evidence_is_stationary() -> None:
     x, y = wave(80)
     model = build(Spec(2, 1, width=4, depth=1), torch.Generator().manual_seed(0), dtype=torch.float64)
-    la = network.Laplace(model, "regression", "all", "full")
+    la = steps.Laplace(model, "regression", "all", "full")
     la.fit([(x.double(), y.double().unsqueeze(1))])
     start = Prior.layerwise(la.space, 1.0)
     prior, sigma, value = tuning.reestimated(la.evidence, start, torch.ones((), dtype=torch.float64), 300)

@@ -50,8 +50,6 @@ class Spec:
         for name, known in (("kind", KINDS), ("activation", tuple(ACTIVATIONS))):
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} of a network is {getattr(self, name)!r}; expected one of {list(known)}.")
-        if not isinstance(self.varying, bool):
-            raise OptionError(f"varying of a network is {self.varying!r}; expected True or False.")
 
     @property
     def widest(self) -> int:

@@ -6,7 +6,7 @@ Steps of Adam on the weights alternate with looks at the Laplace evidence (`lapw
 regression each look updates precisions (one per layer) and sigma; for classes one precision goes by factors of three,
 with further steps under each, as long as the evidence grows. The weights with the largest evidence are kept; they need
 not be at a mode. A regression then goes on, for half as long, with a second head that says how the noise varies with
-the inputs; of the two, the one with the larger evidence is kept. The final curvature is of all rows: full [P, P] where
+the inputs, and as long without one; of the two, the one with the larger evidence is kept. The final curvature is of all rows: full [P, P] where
 P and the work N C P^2 are small, Kronecker factors otherwise. Last, the scale of the covariance is checked with rows
 that were not seen (`lapwing.applications.calibration`): a tenth that is kept apart, or, for a regression with the full
 matrix, every row by leaving it out.
@@ -156,27 +156,29 @@ def _climb(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
 
 
 def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress], object] | None, noise: str) -> _Fitted:
-    """Amounts: constant noise, and where it is to be tried, noise that varies, for half as long; the better of both.
+    """Amounts: constant noise, and from there, where it is to be tried, noise that varies; the better of both.
 
-    Both describe the same targets, so that their evidences compare. The prior of the second head is around the constant
-    noise: what the rows do not show of its variation costs evidence.
+    Both describe the same targets, so that their evidences compare, and both have gone on for as long, so that it is
+    the noise that makes the difference. The prior of the second head is around the constant noise: what the rows do not
+    show of its variation costs evidence.
     """
     tried = noise == "varying" or (noise == "auto" and len(run.x) >= VARYING_ROWS)
     further = ceil(epochs / 2)
-    clock = Clock(epochs + tried * further, callback)
+    clock = Clock(epochs + tried * (1 + (noise == "auto")) * further, callback)
     kept = _first(run, epochs, clock)
-    constant = _Fitted.of(run, kept, structure)
     if not tried:
         few = f"as fewer than {VARYING_ROWS} rows to learn from cannot show how it varies"
-        return constant.saying(f"The noise is the same for all rows, {'as asked for' if noise == 'constant' else few}.")
+        said = f"The noise is the same for all rows, {'as asked for' if noise == 'constant' else few}."
+        return _Fitted.of(run, kept, structure).saying(said)
     model = with_heads(run.model, 2 * log(float(kept.sigma)))
     other = replace(run, model=model, spec=replace(run.spec, varying=True))
     precisions = torch.cat([kept.prior.precisions, torch.ones_like(kept.prior.precisions[:1])])
     prior = Prior.layerwise(other.laplace("diag").space, precisions)
     varying = _Fitted.of(other, other.stretch(further, RATE / 4, prior, torch.ones_like(kept.sigma), clock), structure)
-    gain = varying.log_marginal - constant.log_marginal
     if noise == "varying":
-        return varying.saying(f"The noise varies with the inputs, as asked for; log evidence {gain:+.1f} by it.")
+        return varying.saying("The noise varies with the inputs, as asked for.")
+    constant = _Fitted.of(run, run.stretch(further, RATE / 4, kept.prior, kept.sigma, clock), structure)
+    gain = varying.log_marginal - constant.log_marginal
     if gain > 0:
         return varying.saying(f"The noise varies with the inputs: log evidence {gain:+.1f} by it.")
     return constant.saying(f"The noise is the same for all rows: log evidence {gain:+.1f} if it varied.")
