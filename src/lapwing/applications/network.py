@@ -6,10 +6,10 @@ Steps of Adam on the weights alternate with looks at the Laplace evidence (`lapw
 regression each look updates precisions (one per layer) and sigma; for classes one precision goes by factors of three,
 with further steps under each, as long as the evidence grows. The weights with the largest evidence are kept; they need
 not be at a mode. A regression then goes on, for half as long, with a second head that says how the noise varies with
-the inputs, and as long without one; of the two, the one with the larger evidence is kept. The final curvature is of all rows: full [P, P] where
-P and the work N C P^2 are small, Kronecker factors otherwise. Last, the scale of the covariance is checked with rows
-that were not seen (`lapwing.applications.calibration`): a tenth that is kept apart, or, for a regression with the full
-matrix, every row by leaving it out.
+the inputs, and as long without one; of the two, the one with the larger evidence is kept. The final curvature is of
+all rows: full [P, P] where P and the work N C P^2 are small, Kronecker factors otherwise. Last, the scale of the
+covariance is checked with rows that were not seen (`lapwing.applications.calibration`): a tenth that is kept apart, or,
+for a regression with the full matrix, every row by leaving it out.
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 30).unsqueeze(1)
