@@ -179,9 +179,10 @@ def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
         return varying.saying("The noise varies with the inputs, as asked for.")
     constant = _Fitted.of(run, run.stretch(further, RATE / 4, kept.prior, kept.sigma, clock), structure)
     gain = varying.log_marginal - constant.log_marginal
+    by = f"probable than one level for all (log evidence {gain:+.1f})"
     if gain > 0:
-        return varying.saying(f"The noise varies with the inputs: log evidence {gain:+.1f} by it.")
-    return constant.saying(f"The noise is the same for all rows: log evidence {gain:+.1f} if it varied.")
+        return varying.saying(f"The noise varies with the inputs, which is more {by}.")
+    return constant.saying(f"The noise is the same for all rows; that it varies is less {by}.")
 
 
 def _first(run: Run, epochs: int, clock: Clock) -> Kept:
