@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lapwing.errors import LapwingError
@@ -21,7 +21,7 @@ from lapwing.linalg.rows import chunks
 from lapwing.posterior import Gaussian
 from lapwing.tangent import Tangent
 from lapwing.tangent.guard import plain_attention, unchanged
-from lapwing.tangent.inputs import call, check_input
+from lapwing.tangent.inputs import Called, check_input
 
 TOGETHER = 2**16
 """Entries of the largest activation up to which draws are run together: about where the two ways take the same time."""
@@ -40,7 +40,7 @@ def network_draws(
     With `differentiable` they are functions of the inputs.
     """
     check_input(x, tangent.space.device)
-    caller, space = _Caller(tangent.model), tangent.space
+    caller, space = Called(tangent.model), tangent.space
 
     def run(named: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(caller, named, (x,)).to(space.dtype)
@@ -62,7 +62,7 @@ def _named(tangent: Tangent, theta: Float[Tensor, "n params"]) -> dict[str, Floa
         named = {name: fixed[name].detach() + value for name, value in away.items()}
     else:
         named = space.unravel(theta)
-    return {f"inner.{name}": value.to(fixed[name].dtype) for name, value in named.items()}
+    return {f"model.{name}": value.to(fixed[name].dtype) for name, value in named.items()}
 
 
 def _in_turn(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor]) -> Tensor:
@@ -95,17 +95,3 @@ class _Largest(TorchFunctionMode):
         if isinstance(out, Tensor):
             self.numel = max(self.numel, out.numel())
         return out
-
-
-class _Caller(nn.Module):
-    """Calls the model with any kind of input, as `Tangent` does."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def train(self, mode: bool = True) -> _Caller:  # the model's own mode is the user's
-        return self
-
-    def forward(self, x: Any) -> Tensor:
-        return call(self.inner, x)

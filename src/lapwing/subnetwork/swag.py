@@ -19,7 +19,7 @@ from lapwing.estimate.passes import named
 from lapwing.likelihoods import Likelihood
 from lapwing.params import ParamSpace
 from lapwing.tangent.guard import unchanged
-from lapwing.tangent.inputs import batch_size, call
+from lapwing.tangent.inputs import Called, batch_size
 
 
 def swag_variance(
@@ -46,7 +46,7 @@ def swag_variance(
         raise ParameterError(
             f"lr is {lr}, momentum {momentum}, decay {decay}; expected lr > 0, momentum in [0, 1) and decay >= 0."
         )
-    space, caller = ParamSpace.of(model), _Called(model)
+    space, caller = ParamSpace.of(model), Called(model)
     theta = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if p.requires_grad}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = {f"model.{name}": value for name, value in {**theta, **buffers}.items()}
@@ -82,14 +82,3 @@ def swag_variance(
             mean = mean + away / (epoch // every)
             squares = squares + away * (now - mean)  # Welford: E[p^2] - E[p]^2 would cancel
     return squares / snapshots
-
-
-class _Called(nn.Module):
-    """A model that takes its inputs, of any kind, as one argument: what `functional_call` can run."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Any) -> Tensor:
-        return call(self.model, x)

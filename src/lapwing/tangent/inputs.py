@@ -104,6 +104,20 @@ def call(model: nn.Module, x: Any) -> Tensor:
     return output_tensor(output)
 
 
+class Called(nn.Module):
+    """A model that takes its inputs, of any kind, as one argument: what `functional_call` can run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def train(self, mode: bool = True) -> Called:  # the model's own mode is the user's
+        return self
+
+    def forward(self, x: Any) -> Tensor:
+        return call(self.model, x)
+
+
 def output_tensor(output: Any) -> Tensor:
     """The tensor that the likelihood reads: the output itself, or `.logits` of a HuggingFace output."""
     if isinstance(output, Tensor):
