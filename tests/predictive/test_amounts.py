@@ -225,3 +225,28 @@ def test_what_is_not_a_number_ends_as_none() -> None:
     unknown = one(0.0, 0.1, LOG_NOISE, float("nan"))
     assert bool(unknown.below(column(0.3)).isnan())
     assert bool(unknown.half(0.9).isnan())
+    assert bool(unknown.log_prob(column(0.3)).isnan())
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+@pytest.mark.parametrize("log_noise", [-800.0, 800.0])
+def test_noise_whose_variance_float64_cannot_hold(log_noise: float, spread: float) -> None:
+    """exp(800) overflows: the same in other units, where it does not, and exp(-800) likewise."""
+    scale = np.exp(log_noise / 2)
+    here, there = one(0.0, 0.0, log_noise, spread), one(0.0, 0.0, 0.0, spread)
+    y = column(0.7)
+    torch.testing.assert_close(here.deviation / scale, there.deviation, rtol=1e-9, atol=0)
+    torch.testing.assert_close(here.half(0.9) / scale, there.half(0.9), rtol=1e-9, atol=0)
+    torch.testing.assert_close(here.below(y * scale), there.below(y), rtol=1e-9, atol=0)
+    torch.testing.assert_close(here.log_prob(y * scale) + log_noise / 2, there.log_prob(y), rtol=1e-9, atol=0)
+
+
+def test_beyond_all_numbers_widths_are_infinite_and_never_nan() -> None:
+    """And the row beside them has what it has alone."""
+    level, spread = column(1e5, 0.0, 1e5, 0.0), column(0.0, 1e6, 1e4, 0.5)
+    amounts = Amounts(0 * level, 1 + 0 * level, level, spread)
+    for found in (amounts.half(0.9), amounts.deviation):
+        assert found.isinf().tolist() == [True, True, True, False]
+    torch.testing.assert_close(amounts.half(0.9)[3:], one(0.0, 1.0, 0.0, 0.5).half(0.9), rtol=1e-7, atol=0)
+    assert bool(amounts.log_prob(0.5 + 0 * level).isfinite().all())
+    torch.testing.assert_close(amounts.below(0 * level), 0.5 + 0 * level, rtol=1e-12, atol=0)

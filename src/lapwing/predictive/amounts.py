@@ -5,7 +5,8 @@
 
 m and l are taken as independent. Given l the prediction is a Gaussian; over l it is a mixture of Gaussians around the
 same mean, symmetric, with heavier tails the less is known of the noise. Integrals over l are sums over points, right to
-about eight digits; without spread there are none.
+about eight digits; without spread there are none. They are taken in units of each row's own scale, so that where a
+network has been led so far from its data that exp l is no number any more, a width is infinite, and none is NaN.
 
 >>> import torch
 >>> one = torch.ones(1, dtype=torch.float64)
@@ -32,6 +33,8 @@ POINTS, REACH = 65, 8.3
 FINE, DROP, CHUNK = 129, 45.0, 4096
 """For log-densities, where points follow the integrand down to exp(-45) of its top."""
 TINY = 1e-300
+FARTHEST, SMALLEST, WIDEST = 700.0, -1400.0, 1e150
+"""Exponents of a variance in units of the row's, the least of that unit, and widths in its root, in float64."""
 MOST = 16
 """Times as many points where l is so little known that its own scale, on which y changes, would fall between them."""
 
@@ -58,7 +61,7 @@ class Amounts:
     @property
     def deviation(self) -> Float[Tensor, " n"]:
         """Standard deviation of y."""
-        return (self.variance + self.noise.square()).sqrt()
+        return torch.hypot(self.epistemic, self.noise)
 
     @staticmethod
     def joined(parts: Sequence[Amounts]) -> Amounts:
@@ -77,15 +80,17 @@ class Amounts:
 
     def log_prob(self, y: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Log-density at y."""
-        squares = (y - self.mean).square()
-        total = self.variance + self.log_noise.exp()
+        unit = self._log_unit
+        errors = (y - self.mean) * (-unit / 2).exp()
+        taken = (errors.square(), self.variance.log() - unit, self.log_noise - unit, self.spread)
+        squares, log_variance, level, _ = taken
+        total = log_variance.exp() + level.exp()
         known = -(squares / total + total.log() + log(2 * pi)) / 2
-        unsure = self.spread > 0
+        unsure = self.spread != 0  # NaN is unsure, too
         if bool(unsure.any()):
-            taken = (squares, self.variance, self.log_noise, self.spread)
             parts = (torch.split(each[unsure], CHUNK) for each in taken)
             known[unsure] = torch.cat([_log_mixture(*part) for part in zip(*parts, strict=True)])
-        return known
+        return known - unit / 2
 
     def below(self, y: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """P(amount < y)."""
@@ -93,7 +98,7 @@ class Amounts:
         def part(errors: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
             return torch.special.ndtr(errors.unsqueeze(-1) * inverse) @ weights
 
-        return self._averaged(part, y - self.mean)
+        return self._averaged(part, (y - self.mean) * (-self._log_unit / 2).exp())
 
     def half(self, level: float) -> Float[Tensor, " n"]:
         """Half the width of the central interval of this probability, mean +- half.
@@ -102,23 +107,36 @@ class Amounts:
         solution, and from there they do not overshoot.
         """
 
-        def part(width: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
+        def part(start: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
+            found, left = start.clone(), torch.arange(len(start), device=start.device)
             for _ in range(100):
+                width = found[left]
                 z = width.unsqueeze(-1) * inverse
                 short = level - torch.erf(z / 2**0.5) @ weights
                 step = short / ((2 / pi) ** 0.5 * inverse * (-z.square() / 2).exp() @ weights)
-                step = torch.maximum(step, -width / 2)
-                width = width + step
-                if bool((step.abs() <= 1e-10 * width).all()):
+                width = width + torch.maximum(step, -width / 2)
+                found[left] = torch.where(width < WIDEST, width, width * torch.inf)
+                more = (step.abs() > 1e-10 * width) & (width < WIDEST)  # NaN is none
+                if not bool(more.any()):
                     break
-            return width
+                if not bool(more.all()):
+                    left, inverse = left[more], inverse[more]
+            return found
 
-        middle = (self.variance + self.log_noise.exp()).sqrt()
-        return self._averaged(part, middle * torch.special.ndtri(torch.full_like(middle, (1 + level) / 2)))
+        start = torch.special.ndtri(torch.full_like(self.mean, (1 + level) / 2))
+        return self._averaged(part, start) * (self._log_unit / 2).exp()
+
+    @property
+    def _log_unit(self) -> Float[Tensor, " n"]:
+        """The larger of the two variances of y at log_noise, in which the total is between one and two."""
+        return torch.maximum(self.variance.log(), self.log_noise).clamp(SMALLEST, 1e300)
 
     def _averaged(self, part: Callable[[Tensor, Tensor, Tensor], Tensor], given: Float[Tensor, " n"]) -> Tensor:
-        """`part` of chunks of `given`, of inverse deviations of y at points of l, [n, k], and of their weights [k]."""
-        found = []
+        """`part` of chunks of `given`, of inverse deviations of y at points of l, [n, k], and of their weights [k].
+
+        Deviations are in units of the row's.
+        """
+        unit, found = self._log_unit, []
         for rows in torch.arange(len(given), device=given.device).split(CHUNK):
             deviation = self.spread[rows].sqrt()
             if bool((deviation > 0).any()):
@@ -127,9 +145,10 @@ class Amounts:
                 )
             else:
                 points = given.new_zeros(1)  # the noise is known
-            noise = (self.log_noise[rows].unsqueeze(-1) + deviation.unsqueeze(-1) * points).exp()
+            level = (self.log_noise - unit)[rows].unsqueeze(-1) + deviation.unsqueeze(-1) * points
+            variance = (self.variance[rows].log() - unit[rows]).exp().unsqueeze(-1)
             weights = torch.softmax(-points.square() / 2, 0)
-            found.append(part(given[rows], (self.variance[rows].unsqueeze(-1) + noise).rsqrt(), weights))
+            found.append(part(given[rows], (variance + level.clamp(-FARTHEST, FARTHEST).exp()).rsqrt(), weights))
         return torch.cat(found)
 
 
@@ -140,7 +159,7 @@ def _count(least: int, deviation: Float[Tensor, " n"]) -> int:
 
 
 def _log_mixture(
-    squares: Float[Tensor, " n"], v: Float[Tensor, " n"], m: Float[Tensor, " n"], s2: Float[Tensor, " n"]
+    squares: Float[Tensor, " n"], log_v: Float[Tensor, " n"], m: Float[Tensor, " n"], s2: Float[Tensor, " n"]
 ) -> Float[Tensor, " n"]:
     """log of the integral of N(error | 0, v + exp l) N(l | m, s2) over l = m + s t, by the trapezoidal rule over t.
 
@@ -148,7 +167,7 @@ def _log_mixture(
     than error^2 / 2 (v + exp m) per unit above m, and falls by no more than 1/2, so that the top is between t = -s / 2
     and the lesser of two bounds, and what counts is within reach of these. A grid over that is narrowed down to it.
     """
-    s, reach = s2.sqrt(), (2 * DROP) ** 0.5
+    s, v, reach = s2.sqrt(), log_v.exp(), (2 * DROP) ** 0.5
     count = _count(FINE, s)
     steps = torch.arange(count, dtype=s.dtype, device=s.device)
     steepest = s / 2 * squares / (v + m.exp()).clamp_min(TINY)
