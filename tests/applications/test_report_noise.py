@@ -16,6 +16,7 @@ from lapwing.applications.fitting import fit_table
 from lapwing.applications.report import numbers, report, words
 from lapwing.applications.report.observe import Observed, observe
 from lapwing.applications.report.predictions import Numbers
+from lapwing.errors import DataError
 from lapwing.laplace import BaseLaplace
 from lapwing.predictive import Amounts
 
@@ -211,3 +212,50 @@ def test_a_table_has_the_scores_of_its_summary(tmp_path: Path, table: pd.DataFra
     assert ("noise varies with the inputs" in text) == bundle.spec.varying
     assert ("noise level" in text) != bundle.spec.varying
     assert "e+0" not in text  # amounts as one writes them
+
+
+def many(n: int) -> Numbers:
+    generator = torch.Generator().manual_seed(0)
+    four = torch.rand(4, n, generator=generator, dtype=torch.float64)
+    amounts = Amounts(*four)
+    return Numbers(3 * torch.rand(n, generator=generator, dtype=torch.float64), amounts, amounts.alone())
+
+
+def test_many_rows_are_integrated_over_once_and_widths_are_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, calls, below, half = many(6000), [], Amounts.below, Amounts.half
+    monkeypatch.setattr(Amounts, "below", lambda self, y: calls.append(("below", len(y))) or below(self, y))
+    monkeypatch.setattr(Amounts, "half", lambda self, p: calls.append(("half", len(self.mean))) or half(self, p))
+    coverage = numbers.coverage(data)
+    numbers.summary(data)
+    numbers.transform(data)
+    assert [size for name, size in calls if name == "below"] == [6000, 6000]
+    assert max(size for name, size in calls if name == "half") == 2000
+    widths = 2 * half(data.laplace, 0.9)
+    error = float(widths.std()) / 2000**0.5
+    assert coverage["laplace"]["width"][4] == pytest.approx(float(widths.mean()), abs=4 * error)
+    assert coverage == numbers.coverage(many(6000))  # the same rows again
+
+
+def test_the_middle_of_more_noises_than_torch_has_quantiles_for() -> None:
+    values = torch.rand(2**24 + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert numbers._quantile(values, 0.05) == pytest.approx(float(np.quantile(values.numpy(), 0.05)), rel=1e-12)
+    few = values[:7]
+    assert numbers._quantile(few, 0.95) == pytest.approx(float(few.quantile(0.95)), rel=1e-12)
+    assert numbers._quantile(few[:1], 0.95) == float(few[0])
+
+
+def test_a_row_with_noise_beyond_all_numbers_is_named(tmp_path: Path) -> None:
+    """Its spread is so large that E exp l overflows, although the network's own l is an ordinary number."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 2).double()
+    with torch.no_grad():
+        model.weight.zero_()
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64).unsqueeze(1)
+    la = Laplace(model, "heteroscedastic", "all", "full")
+    la.fit([(x, x)])
+    report(la, [(x, x)], tmp_path / "near.html")
+    far = x.clone()
+    far[13] = 1e4
+    with pytest.raises(DataError, match="noise of row 13, .* too large"):
+        report(la, [(far, x)], tmp_path / "far.html")
+    assert not (tmp_path / "far.html").exists()

@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil, log, pi
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 POINTS, REACH = 65, 8.3
@@ -67,6 +67,10 @@ class Amounts:
     def joined(parts: Sequence[Amounts]) -> Amounts:
         """One after the other; at least one."""
         return Amounts(*(torch.cat([getattr(part, each.name) for part in parts]) for each in fields(Amounts)))
+
+    def rows(self, chosen: Int[Tensor, " k"]) -> Amounts:
+        """Of these numbers."""
+        return Amounts(*(getattr(self, each.name)[chosen] for each in fields(Amounts)))
 
     def alone(self) -> Amounts:
         """What the network says without error bars: N(mean, exp log_noise)."""

@@ -7,7 +7,7 @@ or set is calibrated on held-out scores: `crossed` takes each half of the data t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log
+from math import ceil, log
 from typing import Any
 
 import torch
@@ -176,9 +176,16 @@ def noise(observed: Observed) -> Figures | None:
     if not isinstance(data, Numbers):
         return None
     of_rows = data.laplace.log_noise.reshape(observed.rows, -1)
-    low, high = data.laplace.noise.quantile(torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
+    low, high = (_quantile(data.laplace.noise, level) for level in (0.05, 0.95))
     share = float(data.laplace.noise.square().mean() / data.deviation.square().mean())
     return {"varies": bool((of_rows != of_rows[0]).any()), "low": low, "high": high, "share": share}
+
+
+def _quantile(values: Float[Tensor, " n"], level: float) -> float:
+    """Between the two values next to it; torch.quantile takes no more than 2^24 numbers."""
+    at = level * (len(values) - 1)
+    low, high = values.kthvalue(int(at) + 1).values, values.kthvalue(ceil(at) + 1).values
+    return float(torch.lerp(low, high, at - int(at)))
 
 
 def unfamiliar(observed: Observed, bins: int = 30) -> Figures | None:

@@ -7,7 +7,7 @@ linearisation per batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -223,6 +223,7 @@ def _amounts(la: BaseLaplace, linear: Any) -> Amounts:
 
 
 def _joined(found: Sequence[Numbers | Counts | Classes]) -> Numbers | Counts | Classes:
-    parts = zip(*(vars(each).values() for each in found), strict=True)
+    names = [each.name for each in fields(found[0])]
+    parts = [[getattr(each, name) for each in found] for name in names]
     joined: list[Any] = [Amounts.joined(part) if isinstance(part[0], Amounts) else torch.cat(part) for part in parts]
     return type(found[0])(*joined)

@@ -11,7 +11,7 @@ from typing import Any
 from lapwing.applications.report import numbers
 from lapwing.applications.report.observe import SHOWN_COLUMNS, Observed, observe
 from lapwing.applications.report.page import render
-from lapwing.applications.report.predictions import Classes, Counts
+from lapwing.applications.report.predictions import Classes, Counts, Numbers
 from lapwing.applications.report.words import number
 from lapwing.errors import DataError, OptionError
 from lapwing.laplace import BaseLaplace
@@ -75,6 +75,12 @@ def collect(
         raise DataError("the loader has no row with a target; expected at least one. Check the dataset.")
     if not bool(data.uncertainty.isfinite().all()):
         raise DataError("a prediction is not finite; expected numbers. Check the inputs for missing or huge values.")
+    if isinstance(data, Numbers) and not bool((known := data.deviation.square().isfinite()).all()):
+        at = int(observed.row[~known][0])
+        raise DataError(
+            f"the predicted noise of row {at}, counted from 0 among those looked at, is too large to be a number; "
+            "expected inputs less far from those that were learnt from. Leave it out, or fit with constant noise."
+        )
     task = "classification" if isinstance(data, Classes) else "regression"
     calibration = (
         {"reliability": numbers.reliability(data)}
