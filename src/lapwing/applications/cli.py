@@ -86,7 +86,7 @@ def fit(
     depth: Annotated[int | None, typer.Option(help="Number of layers, or blocks.", min=0)] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; by its size if not given.", min=1)] = None,
     noise: Annotated[
-        Noise, typer.Option(help="Of amounts: one level, one that varies with the inputs, or the more probable.")
+        Noise, typer.Option(help="Of amounts: one level, one that varies with the inputs, or (auto) the more probable.")
     ] = Noise.AUTO,
     as_json: Json = False,
     debug: Debug = False,

@@ -27,7 +27,7 @@ from lapwing.applications.architecture import Spec
 from lapwing.applications.bundle import Bundle, score
 from lapwing.applications.columns import infer
 from lapwing.applications.conformal import Conformal, Unfamiliar, amount_scores, class_scores, rows_needed
-from lapwing.applications.network import Progress, train
+from lapwing.applications.network import Progress, check_noise, train
 from lapwing.applications.reading import Table, find_column, open_table
 from lapwing.applications.scoring import Summary
 from lapwing.applications.table import Encoder, learn
@@ -82,6 +82,7 @@ def fit_table(
     if not kinds:
         raise DataError(f"{table.name} has column names but no rows; expected rows to learn from.")
     wanted, values = read_target(table, target, kinds[target], task)
+    check_noise(noise, wanted.task)
     tell("reading the table", 0.5)
     most = max(1000, NUMBERS // max(1, len(table.columns)))
     parts = split(values, wanted, seed, most)

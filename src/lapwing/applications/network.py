@@ -67,12 +67,12 @@ def train(
 
     `task` is "regression" or "classification". Without `epochs` there are as many as make about `STEPS` steps. `noise`
     of a regression is "constant", "varying" with the inputs, or "auto", which lets the evidence choose; where it varies
-    the network is that of `replace(spec, varying=True)`, and the likelihood of the posterior a heteroscedastic one.
+    the network is that of `replace(spec, varying=True)`, and the likelihood of the posterior a heteroscedastic one;
+    `spec.varying` itself is not looked at. Classes have no noise, and one that varies is refused.
     `structure` is "full", "kron" or "diag", or "auto". What was chosen is in `la.choices`. Torch's global generator is
     left alone.
     """
-    if noise not in NOISES:
-        raise OptionError(f"noise is {noise!r}; expected one of {list(NOISES)}.")
+    check_noise(noise, task)
     spec = replace(spec, varying=False)
     x, y = _checked(x, y, task, spec, dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -93,6 +93,17 @@ def train(
     else:
         fitted = _level(run, epochs, structure, callback, noise)
     return fitted.run.model, fitted.settled(everything, held_out)
+
+
+def check_noise(noise: str, task: str) -> None:
+    """Before any work: one of those that are known, and none that varies where there is none at all."""
+    if noise not in NOISES:
+        raise OptionError(f"noise is {noise!r}; expected one of {list(NOISES)}.")
+    if noise == "varying" and task == "classification":
+        raise OptionError(
+            "noise that varies was asked for, but the target has classes, and these have no noise level; expected "
+            "amounts. Leave the noise out, or, where the classes are numbers, ask for the task 'regression'."
+        )
 
 
 @dataclass(frozen=True, eq=False)
