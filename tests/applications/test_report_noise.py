@@ -256,6 +256,6 @@ def test_a_row_with_noise_beyond_all_numbers_is_named(tmp_path: Path) -> None:
     report(la, [(x, x)], tmp_path / "near.html")
     far = x.clone()
     far[13] = 1e4
-    with pytest.raises(DataError, match="noise of row 13, .* too large"):
+    with pytest.raises(DataError, match=r"noise of row 13, .* too large"):
         report(la, [(far, x)], tmp_path / "far.html")
     assert not (tmp_path / "far.html").exists()

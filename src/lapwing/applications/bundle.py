@@ -11,7 +11,8 @@ Amounts have the columns
     conformal_lower_90, ...upper_90   the split-conformal one: holds for 90 % of new rows from the same source
     ood                               unlike the data: sd_epistemic above `bundle.ood.threshold`
 
-and classes prediction, p_<class>, entropy (in nats), sd_epistemic (of the logits), prediction_set (conformal), ood.
+Where the noise varies and a row is so far from the data that nothing is known of it, sd may be infinite. Classes have
+prediction, p_<class>, entropy (in nats), sd_epistemic (of the logits), prediction_set (conformal), ood.
 Tables are read in chunks; memory is that of one chunk, and of the predictions unless they go to a file.
 """
 

@@ -154,6 +154,9 @@ class LaplaceRegressor(RegressorMixin, _Estimator):
         super().__init__(width, depth, kind, activation, epochs, batch_size, structure, random_state)
         self.noise = noise
 
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__({"noise": "constant", **state})  # copies from before there was a choice
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
@@ -188,8 +191,8 @@ class LaplaceRegressor(RegressorMixin, _Estimator):
         parts = [self.laplace_(part, diagonal_output=True) for part in x.split(ROWS)]
         mean, level = self._split(torch.cat([each[0] for each in parts]))
         variance, spread = self._split(torch.cat([each[1] for each in parts]))
-        noise = self.laplace_.sigma_noise**2 if level is None or spread is None else (level + spread / 2).exp()
-        return self._shaped(mean.numpy()), self._shaped((variance + noise).sqrt().numpy(), shift=False)
+        noise = self.laplace_.sigma_noise if level is None or spread is None else ((level + spread / 2) / 2).exp()
+        return self._shaped(mean.numpy()), self._shaped(torch.hypot(variance.sqrt(), noise).numpy(), shift=False)
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Draws of new observations, [N, n_samples] or [N, C, n_samples]: one draw of the weights moves all rows."""
