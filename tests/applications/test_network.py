@@ -209,7 +209,7 @@ def test_a_second_head_starts_from_the_network_as_it_is() -> None:
     model = build(Spec(3, 2, width=5, kind="resnet"), torch.Generator().manual_seed(0))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     x = torch.randn(7, 3, generator=torch.Generator().manual_seed(1))
-    heads = architecture.with_heads(model, 2 * log(0.3))
+    heads = architecture.with_heads(model, 2 * log(0.3), x)
     with torch.no_grad():
         mean, level = heads(x).chunk(2, 1)
         torch.testing.assert_close(mean, model(x))
@@ -262,7 +262,7 @@ def test_the_prior_of_classes_goes_where_the_evidence_grows(
     seen: list[float] = []
 
     def stretch(run: Run, epochs: int, rate: float, prior: Prior, sigma: Tensor, *rest: object) -> object:
-        weights = [parameter.detach() + len(seen) for parameter in run.model.parameters()]
+        weights = {name: value + len(seen) for name, value in run.model.state_dict().items()}
         seen.append(float(prior.precisions[0]))
         return Kept(-abs(float(prior.precisions[0].log()) - log(best)), prior, sigma, weights)
 

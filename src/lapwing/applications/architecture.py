@@ -71,18 +71,21 @@ class Residual(nn.Module):
 class Heads(nn.Module):
     """C means and C log-variances of the same features: [B, width] to [B, 2 C].
 
-    Log-variances are `level` plus what the features say, so that a prior around zero is one around constant noise.
+    Log-variances are `level` plus a linear map of the features, less their `centre`, so that a prior around zero is one
+    around constant noise. The level is no weight: as sigma for constant noise, it is tuned by the evidence.
     """
 
     level: Tensor
+    centre: Tensor
 
     def __init__(self, mean: nn.Linear, noise: nn.Linear, level: Float[Tensor, " outputs"]) -> None:
         super().__init__()
         self.mean, self.noise = mean, noise
         self.register_buffer("level", level)
+        self.register_buffer("centre", torch.zeros_like(noise.weight[0]).detach())
 
     def forward(self, h: Float[Tensor, "batch width"]) -> Float[Tensor, "batch outputs"]:
-        return torch.cat([self.mean(h), self.level + self.noise(h)], 1)
+        return torch.cat([self.mean(h), self.level + self.noise(h - self.centre)], 1)
 
 
 class Network(nn.Sequential):
@@ -123,24 +126,34 @@ def build(spec: Spec, generator: torch.Generator | None = None, *, dtype: torch.
     return Network(*modules, _heads(end, torch.zeros(spec.outputs, dtype=dtype)) if spec.varying else end).eval()
 
 
-def with_heads(model: nn.Module, level: float) -> nn.Module:
-    """A copy of a network for amounts that gives their noise as well: at first exp(level / 2) everywhere."""
+@torch.no_grad()
+def with_heads(model: nn.Module, level: float, x: Float[Tensor, "rows inputs"]) -> nn.Module:
+    """A copy of a network for amounts that gives their noise as well: at first exp(level / 2) everywhere.
+
+    The centre of its features is their mean over the rows of x.
+    """
     assert isinstance(model, Network)
     *modules, end = deepcopy(model)
     assert isinstance(end, nn.Linear)
-    return Network(*modules, _heads(end, torch.full((end.out_features,), level, dtype=end.weight.dtype))).eval()
+    heads = _heads(end, torch.full((end.out_features,), level, dtype=end.weight.dtype))
+    heads.centre.copy_(Network(*modules, nn.Identity())(x.to(end.weight.dtype)).mean(0) if modules else x.mean(0))
+    return Network(*modules, heads).eval()
+
+
+def heads_of(model: nn.Module) -> Heads:
+    """The last layer of a network whose noise varies."""
+    *_, heads = model.children()
+    assert isinstance(heads, Heads)
+    return heads
 
 
 def noise_level(model: nn.Module) -> Float[Tensor, " outputs"]:
     """Standard deviation around which the noise of a network with heads varies."""
-    *_, heads = model.children()
-    assert isinstance(heads, Heads)
-    return (heads.level / 2).exp()
+    return (heads_of(model).level / 2).exp()
 
 
 def _heads(mean: nn.Linear, level: Float[Tensor, " outputs"]) -> Heads:
-    noise = nn.utils.skip_init(nn.Linear, mean.in_features, mean.out_features, dtype=mean.weight.dtype)
+    noise = nn.utils.skip_init(nn.Linear, mean.in_features, mean.out_features, bias=False, dtype=mean.weight.dtype)
     assert isinstance(noise, nn.Linear)
     nn.init.zeros_(noise.weight)
-    nn.init.zeros_(noise.bias)
     return Heads(mean, noise, level)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lapwing.applications import scoring
 from lapwing.applications.architecture import Spec, build, noise_level
-from lapwing.applications.calibration import point_noise
+from lapwing.applications.calibration import point_noise, point_share
 from lapwing.applications.conformal import Conformal, Unfamiliar
 from lapwing.applications.reading import Frame, Table, find_column, open_table, pd
 from lapwing.applications.scoring import Row, Summary
@@ -95,7 +95,9 @@ class Bundle:
 
     @cached_property
     def noise_map(self) -> float:
-        """Constant noise of the network's prediction alone, which must hold for its errors as well: `point_noise`."""
+        """The same for the network's prediction alone, which must hold for its errors as well: see `point_noise`."""
+        if self.spec.varying:
+            return self.noise / point_share(self.la) ** 0.5
         return max(point_noise(self.la), SMALLEST) * self.target.deviation
 
     # -- predictions -------------------------------------------------------------------------------------------------
@@ -150,18 +152,16 @@ class Bundle:
         """Predictions of the posterior, in the unit of the target."""
         mean, variance = raw.value[:, 0], raw.variance[:, 0]
         if self.spec.varying:
-            found = Amounts(mean, variance, raw.value[:, 1], raw.variance[:, 1])
+            found = Amounts.of_heads(raw.value, raw.variance)
         else:
             level = torch.full_like(mean, 2 * log(float(self.la.sigma_noise)))
             found = Amounts(mean, variance, level, torch.zeros_like(mean))
         return found.rescaled(self.target.deviation, self.target.mean)
 
     def amounts_map(self, raw: Raw) -> Amounts:
-        """Predictions of the network alone: with the noise that it gives, or the constant one that suits it."""
+        """Predictions of the network alone, with noise that holds for its errors as well: see `point_noise`."""
         alone = self.amounts(raw).alone()
-        if self.spec.varying:
-            return alone
-        return replace(alone, log_noise=torch.full_like(alone.mean, 2 * log(self.noise_map)))
+        return replace(alone, log_noise=alone.log_noise + 2 * log(self.noise_map / self.noise))
 
     def familiarity(self, raw: Raw) -> Float[Tensor, " rows"]:
         """sd_epistemic: of the mean of an amount; of the logits of classes, the root mean square over classes."""

@@ -71,11 +71,10 @@ class HeldOut:
 
     def _amounts(self, variance: Float[Tensor, "n outputs"], s: float) -> Amounts:
         if isinstance(self.likelihood, HeteroscedasticGaussian):
-            (mean, level), (of_mean, of_level) = self.value.chunk(2, -1), variance.chunk(2, -1)
-        else:
-            mean, of_mean = self.value, variance
-            level, of_level = 2 * (self.noise * s).log().expand_as(mean), torch.zeros_like(mean)
-        return Amounts(mean.flatten(), of_mean.flatten(), level.flatten(), of_level.flatten())
+            return Amounts.of_heads(self.value, variance)
+        level = 2 * (self.noise * s).log().expand_as(self.value)
+        every = self.value, variance, level, torch.zeros_like(variance)
+        return Amounts(*(each.flatten() for each in every))
 
 
 def calibrate(la: BaseLaplace, val_loader: Iterable[Any]) -> str:
@@ -174,3 +173,15 @@ def point_noise(la: BaseLaplace) -> float:
     gamma = la.evidence.effective_parameters(la.prior, la.sigma_noise, la.temperature).clamp_min(0).sum()
     left = (1 - gamma / fit.targets).clamp_min(0.1)  # as for the noise: some targets remain to estimate it from
     return float((fit.squares / fit.targets).sqrt() / left)
+
+
+@torch.no_grad()
+def point_share(la: BaseLaplace) -> float:
+    """1 - gamma / N where the noise is an output, for gamma parameters of the mean that are determined by N targets.
+
+    With log-variances at their level by the evidence, sum z^2 = N - gamma, generalised cross-validation asks for noise
+    variances over this. The last group of the prior is the head that gives the noise.
+    """
+    gamma = la.effective_parameters()[:-1].clamp_min(0).sum()
+    targets = la.n_data * la.n_outputs / 2
+    return float((1 - gamma / targets).clamp_min(0.1))

@@ -30,6 +30,7 @@ from lapwing.applications.network import train
 from lapwing.errors import DataError, OptionError
 from lapwing.laplace import BaseLaplace, Laplace
 from lapwing.likelihoods import HeteroscedasticGaussian
+from lapwing.predictive.amounts import SPREAD
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -191,7 +192,9 @@ class LaplaceRegressor(RegressorMixin, _Estimator):
         parts = [self.laplace_(part, diagonal_output=True) for part in x.split(ROWS)]
         mean, level = self._split(torch.cat([each[0] for each in parts]))
         variance, spread = self._split(torch.cat([each[1] for each in parts]))
-        noise = self.laplace_.sigma_noise if level is None or spread is None else ((level + spread / 2) / 2).exp()
+        noise = self.laplace_.sigma_noise
+        if level is not None and spread is not None:
+            noise = ((level + spread.clamp(0, SPREAD) / 2) / 2).exp()
         return self._shaped(mean.numpy()), self._shaped(torch.hypot(variance.sqrt(), noise).numpy(), shift=False)
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:

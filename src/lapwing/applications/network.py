@@ -38,10 +38,12 @@ from lapwing.priors import Prior
 
 FULL_WEIGHTS, FULL_WORK = 3_000, 2e11
 """The full matrix up to so many weights and so much work N C P^2; then Kronecker factors; else diagonal."""
-FINAL_UPDATES = 10
+FINAL_UPDATES, FINAL_LEVELS = 10, 2
 STEPS, RATE = 8_000, 2e-2
 PRIOR_STEP, STRETCHES = 3.0, 4
 """Prior precisions that are tried for classes: each times the step, at most so many, with a quarter of the epochs."""
+UNSEEN = 5_000
+"""Rows, at most, that are kept apart or left out to check the scale of the covariance with."""
 NOISES = "auto", "constant", "varying"
 VARYING_ROWS = 100
 """Fewer rows cannot show how their noise varies."""
@@ -120,6 +122,10 @@ class _Fitted:
         laplace = run.laplace(structure)
         laplace.fit(batches(run.x, run.y), generator=run.generator)
         prior, sigma, value = run.tuned(laplace.evidence, kept.prior, kept.sigma, FINAL_UPDATES)
+        for _ in range(FINAL_LEVELS * run.spec.varying):  # the level is part of the network, and of its curvature
+            run.relevel(laplace.evidence, prior, torch.arange(len(run.x)))
+            laplace.fit(batches(run.x, run.y), generator=run.generator)
+            prior, sigma, value = run.tuned(laplace.evidence, prior, sigma, FINAL_UPDATES)
         if laplace.has_noise:
             laplace.sigma_noise = sigma
         laplace.prior_precision = prior.precisions
@@ -140,7 +146,7 @@ class _Fitted:
         if held_out is not None:
             calibrate(laplace, batches(*held_out))
         elif run.task == "regression" and laplace.structure == "full":
-            some = torch.randperm(len(run.x), generator=run.generator)[:EVIDENCE_ROWS]
+            some = torch.randperm(len(run.x), generator=run.generator)[:UNSEEN]
             rescale(laplace, leave_one_out(laplace, batches(run.x[some], run.y[some])), ERRORS)
         if len(rows[0]) > len(run.x):
             laplace.fit(batches(*rows), generator=run.generator)
@@ -181,7 +187,7 @@ def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
         few = f"as fewer than {VARYING_ROWS} rows to learn from cannot show how it varies"
         said = f"The noise is the same for all rows, {'as asked for' if noise == 'constant' else few}."
         return _Fitted.of(run, kept, structure).saying(said)
-    model = with_heads(run.model, 2 * log(float(kept.sigma)))
+    model = with_heads(run.model, 2 * log(float(kept.sigma)), run.x[:EVIDENCE_ROWS])
     other = replace(run, model=model, spec=replace(run.spec, varying=True))
     precisions = torch.cat([kept.prior.precisions, torch.ones_like(kept.prior.precisions[:1])])
     prior = Prior.layerwise(other.laplace("diag").space, precisions)
@@ -213,8 +219,8 @@ def _structure(weights: int, rows: int, spec: Spec) -> str:
 
 
 def _apart(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Pair, Pair | None]:
-    """Rows to train on, and a tenth of them apart (more of few, at most 5000); none of a class with few rows."""
-    count = min(max(len(x) // 10, min(len(x) // 4, 50)), 5000)
+    """Rows to train on, and a tenth of them apart (more of few, at most `UNSEEN`); none of a class with few rows."""
+    count = min(max(len(x) // 10, min(len(x) // 4, 50)), UNSEEN)
     order = torch.randperm(len(x), generator=generator)
     if not y.dtype.is_floating_point:
         order = order[torch.bincount(y)[y[order]] >= 8]

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, cos, pi
+from math import ceil, cos, log, pi
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
-from lapwing.applications.architecture import Spec
-from lapwing.applications.tuning import reestimated, scaled
+from lapwing.applications.architecture import Spec, heads_of
+from lapwing.applications.tuning import SIGMA, reestimated, scaled
 from lapwing.evidence import Evidence
 from lapwing.laplace import BaseLaplace, Laplace
 from lapwing.priors import Prior
@@ -63,7 +64,8 @@ class Kept:
     score: float
     prior: Prior
     sigma: Tensor
-    weights: list[Tensor]
+    weights: dict[str, Tensor]
+    """The state of the network: its parameters, and the level of noise that varies."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,16 +106,18 @@ class Run:
                 evidence = scaled(laplace.evidence, len(self.x) / len(rows))
                 prior, sigma, value = self.tuned(evidence, prior, sigma, UPDATES)
                 if best is None or value > best.score:
-                    best = Kept(value, prior, sigma, [p.detach().clone() for p in self.model.parameters()])
+                    state = {name: entry.clone() for name, entry in self.model.state_dict().items()}
+                    best = Kept(value, prior, sigma, state)
+                if self.spec.varying:
+                    self.relevel(evidence, prior, rows)
             clock.tick(loss, value)
         assert best is not None
         self.put(best)
         return best
 
-    @torch.no_grad()
     def put(self, kept: Kept) -> None:
-        for parameter, value in zip(self.model.parameters(), kept.weights, strict=True):
-            parameter.copy_(value)
+        self.model.load_state_dict(kept.weights)
+        for parameter in self.model.parameters():
             parameter.grad = None
 
     def epoch(self, optimiser: torch.optim.Optimizer, prior: Prior, sigma: float) -> float:
@@ -152,6 +156,21 @@ class Run:
         if self.task == "classification":
             return prior, sigma, float(evidence.log_marginal(prior, sigma))
         return reestimated(evidence, prior, sigma, updates)
+
+    @torch.no_grad()
+    def relevel(self, evidence: Evidence, prior: Prior, rows: Int[Tensor, " some"]) -> None:
+        """Log-variances up or down together, to where the evidence is largest at these weights: sum z^2 = N - gamma.
+
+        z are errors over deviations, and gamma counts the parameters of the mean that the data determine, as in
+        sigma^2 = SSE / (N - gamma) for constant noise. Weights that would do the same leave gamma out.
+        """
+        heads = heads_of(self.model)
+        pairs = zip(self.x[rows].split(4096), self.y[rows].split(4096), strict=True)
+        found = [(y, *self.model(x).chunk(2, -1)) for x, y in pairs]
+        squares = torch.cat([(y - mean).square() * (-level).exp() for y, mean, level in found]).mean(0)
+        gamma = evidence.effective_parameters(prior)[:-1].clamp_min(0).sum() / self.y.numel()
+        heads.level.add_((squares / (1 - gamma).clamp_min(0.1)).log().clamp(-1, 1))
+        heads.level.clamp_(2 * log(SIGMA[0]), 2 * log(SIGMA[1]))
 
     @property
     def looks(self) -> str:

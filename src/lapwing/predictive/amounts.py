@@ -33,6 +33,8 @@ POINTS, REACH = 65, 8.3
 FINE, DROP, CHUNK = 129, 45.0, 4096
 """For log-densities, where points follow the integrand down to exp(-45) of its top."""
 TINY = 1e-300
+SPREAD = 4.0
+"""The largest variance of a log-noise that is believed."""
 FARTHEST, SMALLEST, WIDEST = 700.0, -1400.0, 1e150
 """Exponents of a variance in units of the row's, the least of that unit, and widths in its root, in float64."""
 MOST = 16
@@ -62,6 +64,17 @@ class Amounts:
     def deviation(self) -> Float[Tensor, " n"]:
         """Standard deviation of y."""
         return torch.hypot(self.epistemic, self.noise)
+
+    @staticmethod
+    def of_heads(value: Float[Tensor, "*n two"], variance: Float[Tensor, "*n two"]) -> Amounts:
+        """From outputs of which the first half are means and the second log-variances, one after the other.
+
+        The variance of a linearised log-noise grows without bound away from the data, and with it E exp l: beyond
+        `SPREAD`, a factor of e^2 in the deviation either way at two deviations of l, it says no more.
+        """
+        (mean, level), (of_mean, of_level) = value.chunk(2, -1), variance.chunk(2, -1)
+        every = mean, of_mean.clamp_min(0), level, of_level.clamp(0, SPREAD)
+        return Amounts(*(each.reshape(-1).double().cpu() for each in every))
 
     @staticmethod
     def joined(parts: Sequence[Amounts]) -> Amounts:

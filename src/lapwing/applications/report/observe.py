@@ -205,10 +205,9 @@ def _amounts(la: BaseLaplace, linear: Any) -> Amounts:
     """What is predicted for every number; for counts their log-rates, which have no noise."""
     likelihood = la.distribution
     mean, variance = (likelihood.to_last(value) for value in moments(la.posterior, linear, diagonal=True))
-    spread = torch.zeros_like(mean)
     if isinstance(likelihood, HeteroscedasticGaussian):
-        (mean, log_noise), (variance, spread) = mean.chunk(2, -1), variance.chunk(2, -1)
-    elif isinstance(likelihood, Gaussian):
+        return Amounts.of_heads(mean, variance)
+    if isinstance(likelihood, Gaussian):
         sigma = la.sigma_noise if la.has_noise else torch.as_tensor(likelihood.sigma)
         log_noise = 2 * sigma.double().log().expand(mean.shape)
     elif isinstance(likelihood, Poisson):
@@ -218,7 +217,7 @@ def _amounts(la: BaseLaplace, linear: Any) -> Amounts:
             f"the likelihood is {type(likelihood).__name__}; expected a Gaussian, a heteroscedastic Gaussian, counts, "
             "classes or binary labels, whose predictions a report can compare with targets."
         )
-    every = mean, variance.clamp_min(0), log_noise, spread.clamp_min(0)
+    every = mean, variance.clamp_min(0), log_noise, torch.zeros_like(mean)
     return Amounts(*(each.reshape(-1).double().cpu() for each in every))
 
 

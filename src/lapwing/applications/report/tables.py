@@ -109,12 +109,10 @@ def report_table(
 
 
 def _in_units(observed: Observed, bundle: Bundle) -> Observed:
-    """In the target's unit; constant noise of the network alone is the level that the network has in the summary."""
+    """In the target's unit, and with the noise that the network alone has in the summary."""
     observed = observed.rescaled(bundle.target.deviation, bundle.target.mean)
-    if bundle.spec.varying:
-        return observed
     assert isinstance(observed.data, Numbers)
-    log_noise = torch.full_like(observed.data.mean, 2 * log(bundle.noise_map))
+    log_noise = observed.data.network.log_noise + 2 * log(bundle.noise_map / bundle.noise)
     network = replace(observed.data.network, log_noise=log_noise)
     return replace(observed, data=replace(observed.data, network=network))
 
