@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lapwing import BaseLaplace, Laplace
 from lapwing.applications.calibration import ERRORS, HeldOut, leave_one_out, point_noise, rescale
 from lapwing.likelihoods import Gaussian
+from lapwing.predictive.amounts import SPREAD
 
 ALPHA, SIGMA = 0.7, 0.3
 
@@ -87,7 +88,8 @@ def test_rows_left_out_where_the_noise_is_an_output() -> None:
     torch.testing.assert_close(found.value[:, 1], torch.full((12,), 2 * log(SIGMA), dtype=torch.float64))
     assert found.count == 12
     for c in (0.5, 1.0, 4.0):
-        level = found.value[:, 1:] + (c * found.variance[:, 1:]).sqrt() * torch.linspace(-9, 9, 4001).double()
+        spread = (c * found.variance[:, 1:]).clamp_max(SPREAD)
+        level = found.value[:, 1:] + spread.sqrt() * torch.linspace(-9, 9, 4001).double()
         weights = torch.softmax(-torch.linspace(-9, 9, 4001).double().square() / 2, 0).log()
         normal = torch.distributions.Normal(found.value[:, :1], (c * found.variance[:, :1] + level.exp()).sqrt())
         expected = torch.logsumexp(normal.log_prob(y) + weights, 1)

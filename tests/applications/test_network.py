@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lapwing.applications import architecture, network, steps, tuning
 from lapwing.applications.architecture import Spec, build
+from lapwing.applications.calibration import point_share
 from lapwing.applications.network import train
 from lapwing.applications.steps import Kept, Progress, Run
 from lapwing.errors import DataError, OptionError
@@ -221,6 +222,37 @@ def test_a_second_head_starts_from_the_network_as_it_is() -> None:
     rebuilt = build(Spec(3, 2, width=5, kind="resnet", varying=True))
     rebuilt.load_state_dict(heads.state_dict())
     assert torch.equal(rebuilt(x), heads(x))
+
+
+def test_the_level_of_noise_that_varies_is_where_the_evidence_is_largest() -> None:
+    """At given weights, for a mean whose curvature is all that depends on the level."""
+    x, y = swelling(80)
+    x, y = x.double(), y.double().unsqueeze(1)
+    plain = build(Spec(2, 1, width=4, depth=1), torch.Generator().manual_seed(0))
+    model = architecture.with_heads(plain, 1.0, x)  # the noise head says nothing yet: no weight of the mean moves l
+    spec = Spec(2, 1, width=4, depth=1, varying=True)
+    run = Run(model, spec, x, y, "regression", 16, torch.Generator().manual_seed(0))
+    la = run.laplace("full")
+    prior = Prior.layerwise(la.space, [0.3, 0.5, 1.0])
+
+    def evidence(level: float) -> float:
+        architecture.heads_of(model).level.fill_(level)
+        la.fit([(x, y)])
+        return float(la.evidence.log_marginal(prior))
+
+    evidence(1.0)
+    for _ in range(30):
+        run.relevel(la.evidence, prior, torch.arange(80))
+        la.fit([(x, y)])
+    found = float(architecture.heads_of(model).level)
+    best = evidence(found)
+    assert max(evidence(found - 0.05), evidence(found + 0.05)) < best
+    assert (evidence(found + 1e-4) - evidence(found - 1e-4)) / 2e-4 == pytest.approx(0, abs=1e-3)
+    evidence(found)
+    with torch.no_grad():
+        squares = (y - model(x)[:, :1]).square().sum() / architecture.noise_level(model) ** 2
+    la.prior_precision = prior.precisions
+    assert float(squares) == pytest.approx(80 * point_share(la), rel=1e-6)  # sum z^2 = N - gamma
 
 
 def test_several_targets_have_a_noise_each() -> None:

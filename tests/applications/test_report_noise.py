@@ -245,7 +245,7 @@ def test_the_middle_of_more_noises_than_torch_has_quantiles_for() -> None:
 
 
 def test_a_row_with_noise_beyond_all_numbers_is_named(tmp_path: Path) -> None:
-    """Its spread is so large that E exp l overflows, although the network's own l is an ordinary number."""
+    """Where the network's own l is so large that exp l overflows; the spread of l has a bound."""
     torch.manual_seed(0)
     model = nn.Linear(1, 2).double()
     with torch.no_grad():
@@ -256,6 +256,11 @@ def test_a_row_with_noise_beyond_all_numbers_is_named(tmp_path: Path) -> None:
     report(la, [(x, x)], tmp_path / "near.html")
     far = x.clone()
     far[13] = 1e4
+    report(la, [(far, x)], tmp_path / "far.html")  # a variance of 1e7 for l
+    (tmp_path / "far.html").unlink()
+    with torch.no_grad():
+        model.weight[1] = 0.5
+    la.fit([(x, x)])
     with pytest.raises(DataError, match=r"noise of row 13, .* too large"):
         report(la, [(far, x)], tmp_path / "far.html")
     assert not (tmp_path / "far.html").exists()

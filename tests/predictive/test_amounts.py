@@ -13,6 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from lapwing.predictive import Amounts
+from lapwing.predictive.amounts import SPREAD
 
 VARIANCES = 0.0, 1e-4, 0.1, 3.0
 SPREADS = 0.0, 1e-6, 1e-3, 0.05, 0.5, 3.0
@@ -250,3 +251,14 @@ def test_beyond_all_numbers_widths_are_infinite_and_never_nan() -> None:
     torch.testing.assert_close(amounts.half(0.9)[3:], one(0.0, 1.0, 0.0, 0.5).half(0.9), rtol=1e-7, atol=0)
     assert bool(amounts.log_prob(0.5 + 0 * level).isfinite().all())
     torch.testing.assert_close(amounts.below(0 * level), 0.5 + 0 * level, rtol=1e-12, atol=0)
+
+
+def test_outputs_of_two_heads_and_the_bound_of_their_spread() -> None:
+    value = torch.tensor([[1.0, 2.0, -1.0, -2.0], [3.0, 4.0, -3.0, -4.0]])
+    variance = torch.tensor([[0.1, 0.2, 0.3, 1e9], [0.4, -1e-9, -1e-9, 0.6]])
+    found = Amounts.of_heads(value, variance)
+    assert found.mean.tolist() == [1, 2, 3, 4]
+    assert found.log_noise.tolist() == [-1, -2, -3, -4]
+    torch.testing.assert_close(found.variance, torch.tensor([0.1, 0.2, 0.4, 0.0]).double())
+    torch.testing.assert_close(found.spread, torch.tensor([0.3, SPREAD, 0.0, 0.6]).double())
+    assert found.mean.dtype == torch.float64
