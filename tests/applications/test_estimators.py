@@ -72,7 +72,7 @@ def test_noise_that_varies() -> None:
     assert found.log_marginal_likelihood_ > plain.log_marginal_likelihood_
     two = clone(made).set_params(noise="varying", epochs=3).fit(X, np.stack([y, 10 * y], 1))
     assert two.predict(X, return_std=True)[1].shape == (400, 2)
-    assert two.sigma_[1] == pytest.approx(10 * two.sigma_[0])
+    assert two.sigma_[1] == pytest.approx(10 * two.sigma_[0], rel=0.2)  # a level for each
     assert two.sample_y(X[:7], 3).shape == (7, 2, 3)
 
 
