@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,8 +31,8 @@ def good(rows: int = 100) -> pd.DataFrame:
     return frame.assign(y=frame["a"] - frame["b"] + 0.1 * random.normal(size=rows))
 
 
-def fit(source: object, target: str = "y", **options: object) -> Bundle:
-    return fit_table(source, target, epochs=2, spec=SMALL, **options)  # type: ignore[arg-type]
+def fit(source: object, target: str = "y", **options: Any) -> Bundle:
+    return fit_table(source, target, epochs=2, spec=SMALL, **options)
 
 
 def written(folder: Path, text: str | bytes) -> Path:

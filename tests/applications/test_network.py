@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from lapwing.applications import architecture, network, steps, tuning
 from lapwing.applications.architecture import Spec, build
-from lapwing.applications.calibration import point_share
 from lapwing.applications.network import train
 from lapwing.applications.steps import Kept, Progress, Run
 from lapwing.errors import DataError, OptionError
 from lapwing.evidence import Evidence, GaussianFit
-from lapwing.likelihoods import Gaussian, HeteroscedasticGaussian
 from lapwing.linalg import Dense
 from lapwing.metrics import accuracy, gaussian_nll, nll
 from lapwing.priors import Prior
@@ -158,108 +156,6 @@ def test_an_interrupt_comes_through() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         train(*wave(40), "regression", Spec(2, 1, width=5), seed=0, epochs=5, callback=stop)
-
-
-def swelling(rows: int, seed: int = 0, ratio: float = 10.0, least: float = 0.05) -> tuple[Tensor, Tensor]:
-    """y = sin 2 x_0 + noise whose deviation goes with x_1 from the least to as many times as that."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(rows, 2, generator=generator) * 2 - 1
-    deviation = least * ratio ** ((x[:, 1] + 1) / 2)
-    return x, torch.sin(2 * x[:, 0]) + deviation * torch.randn(rows, generator=generator)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("structure", ["full", "kron"])
-def test_the_evidence_chooses_between_one_noise_and_one_that_varies(structure: str) -> None:
-    options = {"spec": Spec(2, 1, width=6, depth=1), "seed": 0, "epochs": 60, "structure": structure}
-    model, la = train(*swelling(600), "regression", **options)
-    assert isinstance(la.distribution, HeteroscedasticGaussian)
-    assert "The noise varies with the inputs" in la.choices[0]
-    assert "(log evidence +" in la.choices[0]
-    x, _ = swelling(300, seed=1)
-    with torch.no_grad():
-        mean, level = model(x).T
-    torch.testing.assert_close(mean, torch.sin(2 * x[:, 0]).double(), rtol=0, atol=0.25)
-    truth = 0.05 * 10 ** ((x[:, 1].double() + 1) / 2)
-    assert float((level / 2 - truth.log()).abs().mean()) < 0.25  # one noise for all rows has 0.58
-    _, la = train(*swelling(400, ratio=1.0, least=0.4), "regression", **options)
-    assert isinstance(la.distribution, Gaussian)
-    assert "The noise is the same for all rows" in la.choices[0]
-    assert "(log evidence -" in la.choices[0]
-
-
-def test_noise_is_as_asked_for_and_few_rows_have_one() -> None:
-    options = {"spec": Spec(2, 1, width=4, depth=1), "seed": 0, "epochs": 8}
-    told: list[Progress] = []
-    for rows, noise, varies, said in (
-        (40, "auto", False, "fewer than 100 rows"),
-        (40, "varying", True, "varies with the inputs, as asked for"),
-        (120, "constant", False, "same for all rows, as asked for"),
-    ):
-        told.clear()
-        model, la = train(*swelling(rows), "regression", noise=noise, callback=told.append, **options)
-        assert isinstance(la.distribution, HeteroscedasticGaussian) == varies
-        assert said in la.choices[0]
-        assert [each.epoch for each in told] == list(range(1, 13 if varies else 9))
-        assert model(torch.zeros(3, 2)).shape == (3, 2 if varies else 1)
-    with pytest.raises(OptionError, match="noise is 'no'"):
-        train(*wave(40), "regression", noise="no", **options)
-
-
-def test_a_second_head_starts_from_the_network_as_it_is() -> None:
-    model = build(Spec(3, 2, width=5, kind="resnet"), torch.Generator().manual_seed(0))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    x = torch.randn(7, 3, generator=torch.Generator().manual_seed(1))
-    heads = architecture.with_heads(model, 2 * log(0.3), x)
-    with torch.no_grad():
-        mean, level = heads(x).chunk(2, 1)
-        torch.testing.assert_close(mean, model(x))
-        torch.testing.assert_close((level / 2).exp(), torch.full((7, 2), 0.3, dtype=torch.float64))
-        for parameter in heads.parameters():
-            parameter.add_(1)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    torch.testing.assert_close(architecture.noise_level(heads), torch.full((2,), 0.3, dtype=torch.float64))
-    rebuilt = build(Spec(3, 2, width=5, kind="resnet", varying=True))
-    rebuilt.load_state_dict(heads.state_dict())
-    assert torch.equal(rebuilt(x), heads(x))
-
-
-def test_the_level_of_noise_that_varies_is_where_the_evidence_is_largest() -> None:
-    """At given weights, for a mean whose curvature is all that depends on the level."""
-    x, y = swelling(80)
-    x, y = x.double(), y.double().unsqueeze(1)
-    plain = build(Spec(2, 1, width=4, depth=1), torch.Generator().manual_seed(0))
-    model = architecture.with_heads(plain, 1.0, x)  # the noise head says nothing yet: no weight of the mean moves l
-    spec = Spec(2, 1, width=4, depth=1, varying=True)
-    run = Run(model, spec, x, y, "regression", 16, torch.Generator().manual_seed(0))
-    la = run.laplace("full")
-    prior = Prior.layerwise(la.space, [0.3, 0.5, 1.0])
-
-    def evidence(level: float) -> float:
-        architecture.heads_of(model).level.fill_(level)
-        la.fit([(x, y)])
-        return float(la.evidence.log_marginal(prior))
-
-    evidence(1.0)
-    for _ in range(30):
-        run.relevel(la.evidence, prior, torch.arange(80))
-        la.fit([(x, y)])
-    found = float(architecture.heads_of(model).level)
-    best = evidence(found)
-    assert max(evidence(found - 0.05), evidence(found + 0.05)) < best
-    assert (evidence(found + 1e-4) - evidence(found - 1e-4)) / 2e-4 == pytest.approx(0, abs=1e-3)
-    evidence(found)
-    with torch.no_grad():
-        squares = (y - model(x)[:, :1]).square().sum() / architecture.noise_level(model) ** 2
-    la.prior_precision = prior.precisions
-    assert float(squares) == pytest.approx(80 * point_share(la), rel=1e-6)  # sum z^2 = N - gamma
-
-
-def test_several_targets_have_a_noise_each() -> None:
-    x, y = swelling(150)
-    model, la = train(x, torch.stack([y, -y], 1), "regression", Spec(2, 2, width=6), seed=0, epochs=10, noise="varying")
-    assert model(x).shape == (150, 4)
-    assert la(x)[1].shape == (150, 4, 4)
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])

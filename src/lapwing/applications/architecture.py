@@ -10,7 +10,7 @@ torch.Size([2, 1])
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -50,6 +50,10 @@ class Spec:
         for name, known in (("kind", KINDS), ("activation", tuple(ACTIVATIONS))):
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} of a network is {getattr(self, name)!r}; expected one of {list(known)}.")
+
+    def likelihood(self, task: str) -> str:
+        """By its name in `Laplace`."""
+        return "heteroscedastic" if self.varying else task
 
     @property
     def widest(self) -> int:
@@ -136,8 +140,14 @@ def with_heads(model: nn.Module, level: float, x: Float[Tensor, "rows inputs"]) 
     *modules, end = deepcopy(model)
     assert isinstance(end, nn.Linear)
     heads = _heads(end, torch.full((end.out_features,), level, dtype=end.weight.dtype))
-    heads.centre.copy_(Network(*modules, nn.Identity())(x.to(end.weight.dtype)).mean(0) if modules else x.mean(0))
+    heads.centre.copy_(nn.Sequential(*modules)(x.to(end.weight.dtype)).mean(0))
     return Network(*modules, heads).eval()
+
+
+def as_trained(spec: Spec, model: nn.Module) -> Spec:
+    """The specification of a network that may have been given heads."""
+    *_, end = model.children()
+    return replace(spec, varying=isinstance(end, Heads))
 
 
 def heads_of(model: nn.Module) -> Heads:

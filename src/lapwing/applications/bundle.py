@@ -100,6 +100,11 @@ class Bundle:
             return self.noise / point_share(self.la) ** 0.5
         return max(point_noise(self.la), SMALLEST) * self.target.deviation
 
+    @property
+    def batch(self) -> int:
+        """Rows that are predicted at a time."""
+        return max(16, min(4096, NUMBERS // (self.la.n_params * self.la.n_outputs)))
+
     # -- predictions -------------------------------------------------------------------------------------------------
 
     def predict(self, source: Any, chunk: int | None = None, level: float = 0.9) -> Frame:
@@ -139,10 +144,9 @@ class Bundle:
 
     def raw(self, x: Float[Tensor, "rows inputs"]) -> Raw:
         """Outputs of the network and their variances under the posterior, a batch at a time."""
-        size = max(16, min(4096, NUMBERS // (self.la.n_params * self.target.outputs * (1 + self.spec.varying))))
         values, variances = [], []
         with torch.no_grad():
-            for part in x.split(size):
+            for part in x.split(self.batch):
                 linear = self.la.linearise(part)
                 values.append(linear.value)
                 variances.append(self.la.posterior.precision.variances(linear).reshape(linear.value.shape))
@@ -150,12 +154,10 @@ class Bundle:
 
     def amounts(self, raw: Raw) -> Amounts:
         """Predictions of the posterior, in the unit of the target."""
-        mean, variance = raw.value[:, 0], raw.variance[:, 0]
         if self.spec.varying:
             found = Amounts.of_heads(raw.value, raw.variance)
         else:
-            level = torch.full_like(mean, 2 * log(float(self.la.sigma_noise)))
-            found = Amounts(mean, variance, level, torch.zeros_like(mean))
+            found = Amounts.of_sigma(raw.value, raw.variance, self.la.sigma_noise)
         return found.rescaled(self.target.deviation, self.target.mean)
 
     def amounts_map(self, raw: Raw) -> Amounts:
@@ -278,7 +280,7 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
     model = build(spec, torch.Generator(), dtype=dtype)
     model.load_state_dict(weights)
     known = {kind.__name__: kind for kind in CLASSES.values()}
-    laplace = known[stored["laplace"]["cls_name"]](model, "heteroscedastic" if spec.varying else target.task)
+    laplace = known[stored["laplace"]["cls_name"]](model, spec.likelihood(target.task))
     laplace.load_state_dict({**stored["laplace"], **_under("laplace.", tensors)})
     return Bundle(
         encoder=Encoder.from_dict(stored["encoder"]),
@@ -304,7 +306,7 @@ def score(bundle: Bundle, x: Float[Tensor, "rows inputs"], y: Tensor) -> tuple[R
     start = perf_counter()
     with torch.no_grad():
         for part in x.split(4096):
-            bundle.model(part)
+            bundle.model(part)  # for its time: what it says is in `raw` as well
     middle = perf_counter()
     raw = bundle.raw(x)
     taken = middle - start, perf_counter() - middle

@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lapwing.applications.tuning import share_left
 from lapwing.errors import DataError
 from lapwing.estimate.passes import check_loss
 from lapwing.evidence import GaussianFit
@@ -67,14 +68,9 @@ class HeldOut:
             return p.clamp_min(1e-300).log().flatten()
         if isinstance(self.likelihood, Poisson):
             return counts.log_prob(self.targets.flatten(), self.value.flatten(), variance.flatten())
-        return self._amounts(variance, s).log_prob(self.targets.flatten())
-
-    def _amounts(self, variance: Float[Tensor, "n outputs"], s: float) -> Amounts:
         if isinstance(self.likelihood, HeteroscedasticGaussian):
-            return Amounts.of_heads(self.value, variance)
-        level = 2 * (self.noise * s).log().expand_as(self.value)
-        every = self.value, variance, level, torch.zeros_like(variance)
-        return Amounts(*(each.flatten() for each in every))
+            return Amounts.of_heads(self.value, variance).log_prob(self.targets.flatten())
+        return Amounts.of_sigma(self.value, variance, self.noise * s).log_prob(self.targets.flatten())
 
 
 def calibrate(la: BaseLaplace, val_loader: Iterable[Any]) -> str:
@@ -180,8 +176,6 @@ def point_share(la: BaseLaplace) -> float:
     """1 - gamma / N where the noise is an output, for gamma parameters of the mean that are determined by N targets.
 
     With log-variances at their level by the evidence, sum z^2 = N - gamma, generalised cross-validation asks for noise
-    variances over this. The last group of the prior is the head that gives the noise.
+    variances over this.
     """
-    gamma = la.effective_parameters()[:-1].clamp_min(0).sum()
-    targets = la.n_data * la.n_outputs / 2
-    return float((1 - gamma / targets).clamp_min(0.1))
+    return float(share_left(la.effective_parameters(), la.n_data * la.n_outputs // 2))

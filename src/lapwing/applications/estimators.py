@@ -18,19 +18,18 @@ the full matrix). All arithmetic is in float64. Needs scikit-learn: `pip install
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lapwing.applications.architecture import Spec, build, noise_level
+from lapwing.applications.architecture import Spec, as_trained, build, noise_level
 from lapwing.applications.network import train
 from lapwing.errors import DataError, OptionError
 from lapwing.laplace import BaseLaplace, Laplace
-from lapwing.likelihoods import HeteroscedasticGaussian
-from lapwing.predictive.amounts import SPREAD
+from lapwing.predictive import Amounts
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -86,7 +85,7 @@ class _Estimator(BaseEstimator):
         options |= {"epochs": self.epochs, "batch_size": self.batch_size, "structure": self.structure}
         options["dtype"] = torch.float64  # predictions that do not depend on how rows are batched
         self.model_, self.laplace_ = train(x, y, self._task, spec, seed=seed, **options)
-        self.spec_ = replace(spec, varying=isinstance(self.laplace_.distribution, HeteroscedasticGaussian))
+        self.spec_ = as_trained(spec, self.model_)
         with torch.no_grad():
             self.log_marginal_likelihood_ = float(self.laplace_.log_marginal_likelihood())
 
@@ -188,32 +187,29 @@ class LaplaceRegressor(RegressorMixin, _Estimator):
         x = self._checked(X)
         if not return_std:
             with torch.no_grad():
-                return self._shaped(torch.cat([self._split(self.model_(part))[0] for part in x.split(ROWS)]).numpy())
+                outputs = torch.cat([self.model_(part) for part in x.split(ROWS)])
+            return self._shaped(outputs[:, : len(self._y_scale)].numpy())
         parts = [self.laplace_(part, diagonal_output=True) for part in x.split(ROWS)]
-        mean, level = self._split(torch.cat([each[0] for each in parts]))
-        variance, spread = self._split(torch.cat([each[1] for each in parts]))
-        noise = self.laplace_.sigma_noise
-        if level is not None and spread is not None:
-            noise = ((level + spread.clamp(0, SPREAD) / 2) / 2).exp()
-        return self._shaped(mean.numpy()), self._shaped(torch.hypot(variance.sqrt(), noise).numpy(), shift=False)
+        value, variance = (torch.cat(each) for each in zip(*parts, strict=True))
+        if self.spec_.varying:
+            found = Amounts.of_heads(value, variance)
+        else:
+            found = Amounts.of_sigma(value, variance, self.laplace_.sigma_noise)
+        mean, std = (each.reshape(len(x), -1).numpy() for each in (found.mean, found.deviation))
+        return self._shaped(mean), self._shaped(std, shift=False)
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Draws of new observations, [N, n_samples] or [N, C, n_samples]: one draw of the weights moves all rows."""
         x, generator = self._checked(X), self._generator(n_samples, random_state)
         drawn = self.laplace_.functional_samples(x, n_samples=int(n_samples), generator=generator)
-        mean, level = self._split(drawn)
+        mean, sigma = drawn, self.laplace_.sigma_noise
+        if self.spec_.varying:
+            mean, level = drawn.chunk(2, -1)
+            sigma = (level / 2).exp()
         noise = torch.randn(mean.shape, dtype=mean.dtype, generator=generator)
-        sigma = self.laplace_.sigma_noise if level is None else (level / 2).exp()
         drawn = (mean + sigma * noise).numpy() * self._y_scale + self._y_mean  # [S, N, C]
         drawn = drawn.transpose(1, 2, 0)
         return drawn[:, 0] if self._single else drawn
-
-    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What is of means, and what is of log-variances, where the network gives them."""
-        if not self.spec_.varying:
-            return outputs, None
-        mean, level = outputs.chunk(2, -1)
-        return mean, level
 
     def _shaped(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
         values = values * self._y_scale + (self._y_mean if shift else 0.0)
@@ -281,6 +277,6 @@ def _rebuilt(
 ) -> tuple[nn.Module, BaseLaplace]:
     model = build(spec, torch.Generator(), dtype=torch.float64)
     model.load_state_dict(weights)
-    laplace = Laplace(model, "heteroscedastic" if spec.varying else task, "all", structure)
+    laplace = Laplace(model, spec.likelihood(task), "all", structure)
     laplace.load_state_dict(posterior)
     return model, laplace

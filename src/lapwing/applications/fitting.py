@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lapwing.applications.architecture import Spec
+from lapwing.applications.architecture import Spec, as_trained
 from lapwing.applications.bundle import Bundle, score
 from lapwing.applications.columns import infer
 from lapwing.applications.conformal import Conformal, Unfamiliar, amount_scores, class_scores, rows_needed
@@ -43,7 +43,6 @@ from lapwing.applications.targets import (
     split,
 )
 from lapwing.errors import DataError, LapwingWarning, OptionError
-from lapwing.likelihoods import HeteroscedasticGaussian
 
 NUMBERS = 2**27
 """Inputs that are kept in memory at a time: half a gigabyte."""
@@ -106,7 +105,7 @@ def fit_table(
     with _threads(len(x["train"])):
         goal = wanted.tensor(y["train"])
         model, la = train(x["train"], goal, wanted.task, spec, seed=seed, epochs=epochs, noise=noise, callback=trained)
-    spec = replace(spec, varying=isinstance(la.distribution, HeteroscedasticGaussian))
+    spec = as_trained(spec, model)
     seconds["training"] = perf_counter() - clock
 
     clock = perf_counter()

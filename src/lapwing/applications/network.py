@@ -187,7 +187,8 @@ def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
         few = f"as fewer than {VARYING_ROWS} rows to learn from cannot show how it varies"
         said = f"The noise is the same for all rows, {'as asked for' if noise == 'constant' else few}."
         return _Fitted.of(run, kept, structure).saying(said)
-    model = with_heads(run.model, 2 * log(float(kept.sigma)), run.x[:EVIDENCE_ROWS])
+    some = run.x[:: ceil(len(run.x) / EVIDENCE_ROWS)]  # from all over the table, which may be sorted
+    model = with_heads(run.model, 2 * log(float(kept.sigma)), some)
     other = replace(run, model=model, spec=replace(run.spec, varying=True))
     precisions = torch.cat([kept.prior.precisions, torch.ones_like(kept.prior.precisions[:1])])
     prior = Prior.layerwise(other.laplace("diag").space, precisions)

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from lapwing.applications.architecture import Spec, heads_of
-from lapwing.applications.tuning import SIGMA, reestimated, scaled
+from lapwing.applications.tuning import SIGMA, reestimated, scaled, share_left
 from lapwing.evidence import Evidence
 from lapwing.laplace import BaseLaplace, Laplace
 from lapwing.priors import Prior
@@ -168,8 +168,8 @@ class Run:
         pairs = zip(self.x[rows].split(4096), self.y[rows].split(4096), strict=True)
         found = [(y, *self.model(x).chunk(2, -1)) for x, y in pairs]
         squares = torch.cat([(y - mean).square() * (-level).exp() for y, mean, level in found]).mean(0)
-        gamma = evidence.effective_parameters(prior)[:-1].clamp_min(0).sum() / self.y.numel()
-        heads.level.add_((squares / (1 - gamma).clamp_min(0.1)).log().clamp(-1, 1))
+        left = share_left(evidence.effective_parameters(prior), self.y.numel())
+        heads.level.add_((squares / left).log().clamp(-1, 1))
         heads.level.clamp_(2 * log(SIGMA[0]), 2 * log(SIGMA[1]))
 
     @property
@@ -183,8 +183,7 @@ class Run:
     def laplace(self, structure: str) -> BaseLaplace:
         # exact factors cost a backward pass per output, one draw per row costs one in all
         source = "mc" if self.spec.outputs > 20 and structure == "kron" else "exact"
-        likelihood = "heteroscedastic" if self.spec.varying else self.task
-        return Laplace(self.model, likelihood, "all", structure, estimator=source)
+        return Laplace(self.model, self.spec.likelihood(self.task), "all", structure, estimator=source)
 
 
 def batches(x: Tensor, y: Tensor) -> list[Pair]:

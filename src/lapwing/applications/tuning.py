@@ -2,6 +2,7 @@
 
     reestimated   precisions [groups] and sigma after updates at given weights, and log Z there
     scaled        the evidence of more rows of the same kind
+    share_left    where the noise is an output: what is left of the targets to estimate its level from
 
 Each update costs one evaluation of the effective parameters: O(P) once the curvature is decomposed.
 """
@@ -12,6 +13,7 @@ from dataclasses import replace
 from math import e
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.evidence import Evidence, GaussianFit
@@ -46,6 +48,14 @@ def scaled(evidence: Evidence, scale: float | int) -> Evidence:
     fit = evidence.fit
     more = GaussianFit(round(fit.targets * scale), fit.squares * scale) if isinstance(fit, GaussianFit) else fit * scale
     return replace(evidence, curvature=evidence.curvature * scale, fit=more)
+
+
+def share_left(gamma: Float[Tensor, " groups"], targets: int) -> Float[Tensor, ""]:
+    """1 - gamma / N, of N targets the share that no parameter of the mean uses up: a tenth at least.
+
+    The last group of the prior is the head that gives the noise, and has no part in the mean.
+    """
+    return (1 - gamma[:-1].clamp_min(0).sum() / targets).clamp_min(0.1)
 
 
 def _near(value: Tensor, before: Tensor, bounds: tuple[float, float]) -> Tensor:

@@ -66,6 +66,13 @@ class Amounts:
         return torch.hypot(self.epistemic, self.noise)
 
     @staticmethod
+    def of_sigma(value: Float[Tensor, "*n c"], variance: Float[Tensor, "*n c"], sigma: Tensor) -> Amounts:
+        """From outputs that are means, one after the other, with known noise: one for all, or one per output."""
+        level = 2 * sigma.double().log().to(value.device).expand(value.shape)
+        every = value, variance.clamp_min(0), level, torch.zeros_like(value)
+        return Amounts(*(each.reshape(-1).double().cpu() for each in every))
+
+    @staticmethod
     def of_heads(value: Float[Tensor, "*n two"], variance: Float[Tensor, "*n two"]) -> Amounts:
         """From outputs of which the first half are means and the second log-variances, one after the other.
 

@@ -202,23 +202,19 @@ def _mixture(la: BaseLaplace, linear: Any, likelihood: BernoulliMixture) -> Tens
 
 
 def _amounts(la: BaseLaplace, linear: Any) -> Amounts:
-    """What is predicted for every number; for counts their log-rates, which have no noise."""
+    """What is predicted for every number; for counts their log-rates, without noise."""
     likelihood = la.distribution
     mean, variance = (likelihood.to_last(value) for value in moments(la.posterior, linear, diagonal=True))
     if isinstance(likelihood, HeteroscedasticGaussian):
         return Amounts.of_heads(mean, variance)
     if isinstance(likelihood, Gaussian):
-        sigma = la.sigma_noise if la.has_noise else torch.as_tensor(likelihood.sigma)
-        log_noise = 2 * sigma.double().log().expand(mean.shape)
-    elif isinstance(likelihood, Poisson):
-        log_noise = torch.full_like(mean, -torch.inf)
-    else:
-        raise LikelihoodError(
-            f"the likelihood is {type(likelihood).__name__}; expected a Gaussian, a heteroscedastic Gaussian, counts, "
-            "classes or binary labels, whose predictions a report can compare with targets."
-        )
-    every = mean, variance.clamp_min(0), log_noise, torch.zeros_like(mean)
-    return Amounts(*(each.reshape(-1).double().cpu() for each in every))
+        return Amounts.of_sigma(mean, variance, la.sigma_noise if la.has_noise else torch.as_tensor(likelihood.sigma))
+    if isinstance(likelihood, Poisson):
+        return Amounts.of_sigma(mean, variance, torch.zeros(()))
+    raise LikelihoodError(
+        f"the likelihood is {type(likelihood).__name__}; expected a Gaussian, a heteroscedastic Gaussian, counts, "
+        "classes or binary labels, whose predictions a report can compare with targets."
+    )
 
 
 def _joined(found: Sequence[Numbers | Counts | Classes]) -> Numbers | Counts | Classes:

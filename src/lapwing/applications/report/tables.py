@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapwing.applications.bundle import NUMBERS, Bundle, score
+from lapwing.applications.bundle import Bundle, score
 from lapwing.applications.conformal import quantile
 from lapwing.applications.reading import Table, open_table, pd
 from lapwing.applications.report.numbers import LEVELS
@@ -69,8 +69,7 @@ def report_table(
     held = _held(bundle, table, _test_rows(bundle, table, seed))
     if held.is_test and not _same_score(bundle, held):  # another table with as many rows
         held = _held(bundle, table, None)
-    outputs = bundle.target.outputs * (1 + bundle.spec.varying)
-    batch = max(16, min(4096, NUMBERS // (bundle.la.n_params * outputs)))
+    batch = bundle.batch
     targets = bundle.target.tensor(held.y.numpy())
     outside = None if out_of_distribution is None else _inputs(bundle, open_table(out_of_distribution), batch)
 
