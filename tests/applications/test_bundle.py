@@ -56,6 +56,18 @@ def test_a_bundle_comes_back_bit_for_bit(bundle: Bundle, tmp_path: Path) -> None
     assert (tmp_path / "again.lapwing").read_bytes() == path.read_bytes()
 
 
+def test_many_classes_come_back_with_their_sampled_curvature(tmp_path: Path) -> None:
+    """Beyond 20 classes Kronecker factors are sampled, and what is built to hold them must be of the same kind."""
+    random = np.random.default_rng(0)
+    frame = pd.DataFrame({"a": random.normal(size=120), "k": [f"class {i % 24}" for i in range(120)]})
+    fitted = fit_table(frame, "k", epochs=1, spec=Spec(1, 1, width=60, depth=2))
+    assert (fitted.la.structure, fitted.la.recipe.source) == ("kron", "mc")
+    fitted.save(tmp_path / "m")
+    again = Bundle.load(tmp_path / "m")
+    assert again.la.recipe == fitted.la.recipe
+    pd.testing.assert_frame_equal(again.predict(frame), fitted.predict(frame), check_exact=True)
+
+
 def test_predictions_do_not_depend_on_chunks(bundle: Bundle, tmp_path: Path) -> None:
     frame = table().drop(columns=["y", "k"])
     whole = bundle.predict(frame)

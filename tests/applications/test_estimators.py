@@ -188,6 +188,15 @@ def test_a_pickle_predicts_the_same_and_holds_plain_data(made: Any) -> None:
         unfitted.predict(X)
 
 
+def test_a_pickle_of_many_classes_with_a_sampled_curvature() -> None:
+    X = np.random.default_rng(0).normal(size=(96, 2))
+    found = LaplaceClassifier(width=5, epochs=1, structure="kron", random_state=0).fit(X, np.arange(96) % 24)
+    assert found.laplace_.recipe.source == "mc"
+    again = pickle.loads(pickle.dumps(found))
+    assert again.laplace_.recipe == found.laplace_.recipe
+    np.testing.assert_array_equal(again.predict_proba(X), found.predict_proba(X))
+
+
 def test_an_unseeded_estimator_differs_from_fit_to_fit_and_a_seeded_one_does_not() -> None:
     X, y = line()
     options = SMALL | {"random_state": None}

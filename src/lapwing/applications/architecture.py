@@ -9,6 +9,7 @@ torch.Size([2, 1])
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -54,6 +55,12 @@ class Spec:
     def likelihood(self, task: str) -> str:
         """By its name in `Laplace`."""
         return "heteroscedastic" if self.varying else task
+
+    @property
+    def tensors(self) -> int:
+        """How many parameters and buffers the network has, told without building it."""
+        layers = 2 * self.depth + 2 if self.kind == "resnet" else self.depth + 1
+        return 2 * layers + (3 if self.varying else 0)  # weights of the noise, its level, the centre of its features
 
     @property
     def widest(self) -> int:
@@ -106,13 +113,28 @@ class Network(nn.Sequential):
 def build(spec: Spec, generator: torch.Generator | None = None, *, dtype: torch.dtype = torch.float64) -> nn.Module:
     """The network of a specification, in eval mode; weights from `generator`, or from torch's global one."""
 
-    def linear(inputs: int, outputs: int, scale: float = GAINS[spec.activation]) -> nn.Linear:
+    def linear(inputs: int, outputs: int, scale: float) -> nn.Linear:
         layer = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=dtype)
         assert isinstance(layer, nn.Linear)
         nn.init.normal_(layer.weight, std=scale * inputs**-0.5, generator=generator)
         nn.init.zeros_(layer.bias)
         return layer
 
+    return _assembled(spec, linear)
+
+
+def blank(spec: Spec, dtype: torch.dtype) -> nn.Module:
+    """The network without memory (device "meta"): names and shapes, to be filled by `load_state_dict(assign=True)`."""
+
+    def linear(inputs: int, outputs: int, scale: float) -> nn.Linear:
+        return nn.Linear(inputs, outputs, dtype=dtype, device="meta")
+
+    return _assembled(spec, linear)
+
+
+def _assembled(spec: Spec, linear: Callable[[int, int, float], nn.Linear]) -> nn.Module:
+    """The network of layers that `linear` makes, given inputs, outputs and the scale of initial weights."""
+    gain = GAINS[spec.activation]
     activation = ACTIVATIONS[spec.activation]
     modules: list[nn.Module] = []
     if spec.kind == "resnet":
@@ -120,14 +142,14 @@ def build(spec: Spec, generator: torch.Generator | None = None, *, dtype: torch.
         for _ in range(spec.depth):
             # blocks that start small keep the sum of any number of them at the scale of one
             second = linear(spec.width, spec.width, (spec.depth + 1) ** -0.5)
-            modules.append(Residual(linear(spec.width, spec.width), activation(), second))
+            modules.append(Residual(linear(spec.width, spec.width, gain), activation(), second))
         modules.append(activation())
     else:
         for number in range(spec.depth):
-            modules += [linear(spec.width if number else spec.inputs, spec.width), activation()]
+            modules += [linear(spec.width if number else spec.inputs, spec.width, gain), activation()]
     last = spec.width if spec.depth or spec.kind == "resnet" else spec.inputs
     end = linear(last, spec.outputs, 1.0)
-    return Network(*modules, _heads(end, torch.zeros(spec.outputs, dtype=dtype)) if spec.varying else end).eval()
+    return Network(*modules, _heads(end, torch.zeros_like(end.bias).detach()) if spec.varying else end).eval()
 
 
 @torch.no_grad()
@@ -163,7 +185,8 @@ def noise_level(model: nn.Module) -> Float[Tensor, " outputs"]:
 
 
 def _heads(mean: nn.Linear, level: Float[Tensor, " outputs"]) -> Heads:
-    noise = nn.utils.skip_init(nn.Linear, mean.in_features, mean.out_features, bias=False, dtype=mean.weight.dtype)
+    place = {"dtype": mean.weight.dtype, "device": mean.weight.device}
+    noise = nn.utils.skip_init(nn.Linear, mean.in_features, mean.out_features, bias=False, **place)
     assert isinstance(noise, nn.Linear)
     nn.init.zeros_(noise.weight)
     return Heads(mean, noise, level)

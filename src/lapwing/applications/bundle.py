@@ -32,16 +32,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.applications import scoring
-from lapwing.applications.architecture import Spec, build, noise_level
+from lapwing.applications.architecture import Spec, noise_level
 from lapwing.applications.calibration import point_noise, point_share
 from lapwing.applications.conformal import Conformal, Unfamiliar
 from lapwing.applications.reading import Frame, Table, find_column, open_table, pd
+from lapwing.applications.restoring import restored
 from lapwing.applications.scoring import Row, Summary
 from lapwing.applications.table import Encoder, Notes
 from lapwing.applications.targets import Target, present
 from lapwing.errors import DataError, LapwingError, StorageError
 from lapwing.laplace import BaseLaplace
-from lapwing.laplace.face import CLASSES
 from lapwing.metrics import entropy
 from lapwing.predictive import Amounts, probit
 from lapwing.serialize.files import read, write
@@ -275,13 +275,8 @@ class Bundle:
 
 def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundle:
     spec, target = Spec(**stored["spec"]), Target.from_dict(stored["target"])
-    weights = _under("model.", tensors)
-    dtype = next((weight.dtype for weight in weights.values()), torch.float32)
-    model = build(spec, torch.Generator(), dtype=dtype)
-    model.load_state_dict(weights)
-    known = {kind.__name__: kind for kind in CLASSES.values()}
-    laplace = known[stored["laplace"]["cls_name"]](model, spec.likelihood(target.task))
-    laplace.load_state_dict({**stored["laplace"], **_under("laplace.", tensors)})
+    state = {**stored["laplace"], **_under("laplace.", tensors)}
+    model, laplace = restored(spec, target.task, _under("model.", tensors), state)
     return Bundle(
         encoder=Encoder.from_dict(stored["encoder"]),
         target=target,

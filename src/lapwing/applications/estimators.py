@@ -23,12 +23,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lapwing.applications.architecture import Spec, as_trained, build, noise_level
+from lapwing.applications.architecture import Spec, as_trained, noise_level
 from lapwing.applications.network import train
+from lapwing.applications.restoring import restored
 from lapwing.errors import DataError, OptionError
-from lapwing.laplace import BaseLaplace, Laplace
 from lapwing.predictive import Amounts
 
 try:
@@ -121,7 +121,8 @@ class _Estimator(BaseEstimator):
         super().__setstate__(kept)
         if weights is not None:
             self.spec_ = Spec(**kept["spec_"])
-            self.model_, self.laplace_ = _rebuilt(self.spec_, self._task, weights, *posterior)
+            own = {name: weight.clone() for name, weight in weights.items()}
+            self.model_, self.laplace_ = restored(self.spec_, self._task, own, posterior[1])
 
 
 class LaplaceRegressor(RegressorMixin, _Estimator):
@@ -270,13 +271,3 @@ def _standards(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _tensor(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     assert isinstance(out, Tensor)
     return out
-
-
-def _rebuilt(
-    spec: Spec, task: str, weights: Mapping[str, Tensor], structure: str, posterior: Mapping[str, Any]
-) -> tuple[nn.Module, BaseLaplace]:
-    model = build(spec, torch.Generator(), dtype=torch.float64)
-    model.load_state_dict(weights)
-    laplace = Laplace(model, spec.likelihood(task), "all", structure)
-    laplace.load_state_dict(posterior)
-    return model, laplace
