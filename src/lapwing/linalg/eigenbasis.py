@@ -130,9 +130,10 @@ class Kronecker(Curvature):
         return out
 
     @cached_property
-    def _eigen_rows(self) -> tuple[Tensor, Tensor | None]:
+    def eigen_rows(self) -> tuple[Tensor, Tensor | None]:
+        """Eigenvalues of the output factor, and its eigenvectors (None: the unit vectors)."""
         if self.multiple is not None:
-            values, vectors = self.multiple.of._eigen_rows
+            values, vectors = self.multiple.of.eigen_rows
             return values * self.multiple.scale, vectors
         return eigen(self.factors[1], "the output factor of a Kronecker block")
 
@@ -152,8 +153,8 @@ class Kronecker(Curvature):
         """Exact for one precision, or one for the weight and one for the bias (which then decouples the two)."""
         deltas, equal = block_priors(self.layout, check_prior(precision, self.size, self.terms[0].rows))
         joint = self.joint_bias and equal
-        row_values, parts = self._eigen_rows[0], []
-        for i, (part, col_values) in enumerate(self._eigenparts(joint)):
+        row_values, parts = self.eigen_rows[0], []
+        for i, (part, col_values) in enumerate(self.eigenparts(joint)):
             delta = deltas[min(i, len(deltas) - 1)]
             if joint:  # equal numbers, but perhaps two variables
                 delta = joint_prior(deltas, last_entry(col_values, part.col_vectors))
@@ -169,9 +170,9 @@ class Kronecker(Curvature):
         """Exact where rows are formed; without sharing to a relative 1e-6, by interpolation (see `sweep.py`)."""
         if self.factored_damping:
             return super().sweep(pieces, precisions)
-        row_values = self._eigen_rows[0]
+        row_values = self.eigen_rows[0]
         precisions = check_precisions(precisions).to(row_values)
-        found = self._eigenparts(self.joint_bias)
+        found = self.eigenparts(self.joint_bias)
         cols = {part.part.start: col_values for part, col_values in found}
         for part, _ in found:
             check_positive((part.values.min() + precisions.min()).detach(), "Kronecker curvature + prior")
@@ -181,13 +182,11 @@ class Kronecker(Curvature):
 
         return swept(self.layout, [part for part, _ in found], pieces, precisions, outer)
 
-    def eigenparts(self, joint: bool) -> list[EigenPart]:
-        """Eigenvectors and eigenvalues of the block, or (`joint=False`) of weight and bias apart."""
-        return [part for part, _ in self._eigenparts(joint)]
-
-    def _eigenparts(self, joint: bool) -> list[tuple[EigenPart, Tensor]]:
-        """The same, with the eigenvalues of the input factor."""
-        row_values, row_vectors = self._eigen_rows
+    def eigenparts(self, joint: bool) -> list[tuple[EigenPart, Tensor]]:
+        """Eigenvectors and eigenvalues of the block, or (`joint=False`) of weight and bias apart, each with the
+        eigenvalues of its input factor.
+        """
+        row_values, row_vectors = self.eigen_rows
         return [
             (EigenPart(part, row_vectors, col_vectors, row_values[:, :, None] * col_values[:, None, :]), col_values)
             for part, (col_values, col_vectors) in zip(

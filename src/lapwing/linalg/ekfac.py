@@ -4,6 +4,11 @@ With L the diagonal of the exact block in that basis it is the nearest such matr
 never further from it than the Kronecker product itself, and it has the block's trace. Memory O(O^2 + I^2 + O I).
 Nothing is decomposed: the eigenvectors are stored, with what belongs to them.
 
+Equal eigenvalues of a factor, in particular those of its null space, leave the eigenvectors open: any rotation of
+them will do, and rounding chooses. `averaged` gives L one value for each pair of eigenspaces, the mean over the pair.
+That is the nearest matrix to the block among all sum_ab c_ab P_a (x) P_b of the factors' eigenprojections, which no
+rotation changes; G (x) A is one of them, and the trace stays. `row_ties` and `ties` number the eigenspaces.
+
 Where the prior differs between weight and bias the two decouple, each with a diagonal in a basis of its own (`apart`).
 
     >>> import torch
@@ -19,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
@@ -37,14 +42,21 @@ from lapwing.linalg.psd import (
 from lapwing.linalg.rotation import EigenPart, each_part, swept
 from lapwing.linalg.rows import MatrixLayout, Piece
 
+TIE = 64
+"""Eigenvalues that differ by this many roundings of the largest count as equal; zeros were seen to move by 5."""
+
 
 @dataclass(frozen=True, eq=False)
 class EigenColumns:
-    """Columns of the matrix from `start` on: eigenvectors of their input factor (None: the unit vectors), and L."""
+    """Columns of the matrix from `start` on: eigenvectors of their input factor (None: the unit vectors), and L.
+
+    `ties` has the number of the eigenspace that each eigenvector belongs to; None where no two eigenvalues are equal.
+    """
 
     start: int
     vectors: Float[Tensor, "groups cols cols"] | None
     values: Float[Tensor, "groups rows cols"]
+    ties: Int[Tensor, "groups cols"] | None = None
 
     @property
     def part(self) -> slice:
@@ -63,18 +75,22 @@ class CorrectedKronecker(Curvature):
     row_vectors: Float[Tensor, "groups rows rows"] | None
     columns: tuple[EigenColumns, ...]
     apart: tuple[EigenColumns, ...] = ()
+    row_ties: Int[Tensor, "groups rows"] | None = None
 
     @staticmethod
     def of(block: Kronecker) -> CorrectedKronecker:
         """A Kronecker block in this form, uncorrected: L = l_G l_A^T."""
 
         def columns(joint: bool) -> tuple[EigenColumns, ...]:
-            parts = block.eigenparts(joint)
-            return tuple(EigenColumns(part.part.start, part.col_vectors, part.values) for part in parts)
+            return tuple(
+                EigenColumns(part.part.start, part.col_vectors, part.values, _ties(col_values, part.col_vectors))
+                for part, col_values in block.eigenparts(joint)
+            )
 
-        row_vectors = block.eigenparts(block.joint_bias)[0].row_vectors
+        row_values, row_vectors = block.eigen_rows
         apart = columns(False) if block.joint_bias and block.layout.bias is not None else ()
-        return CorrectedKronecker(block.layout, row_vectors, columns(block.joint_bias), apart)
+        ties = _ties(row_values, row_vectors)
+        return CorrectedKronecker(block.layout, row_vectors, columns(block.joint_bias), apart, ties)
 
     @property
     def size(self) -> int:
@@ -90,6 +106,16 @@ class CorrectedKronecker(Curvature):
         found = [replace(each, values=v) for each, v in zip(self.columns + self.apart, values, strict=True)]
         count = len(self.columns)
         return replace(self, columns=tuple(found[:count]), apart=tuple(found[count:]))
+
+    def averaged(self) -> CorrectedKronecker:
+        """The same with the mean of L over each pair of eigenspaces, which no choice of eigenvectors changes."""
+        if self.row_ties is None and all(each.ties is None for each in self.columns + self.apart):
+            return self
+        found = []
+        for each in self.columns + self.apart:
+            values = each.values if each.ties is None else _means(each.values, each.ties)
+            found.append(values if self.row_ties is None else _means(values.mT, self.row_ties).mT)
+        return self.with_values(found)
 
     def __add__(self, other: Curvature) -> CorrectedKronecker:
         """Eigenvalues add where the basis is the same; in bases of their own two such matrices have no sum."""
@@ -153,3 +179,32 @@ class CorrectedKronecker(Curvature):
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _ties(values: Float[Tensor, "groups d"], vectors: Tensor | None) -> Int[Tensor, "groups d"] | None:
+    """Numbers of the eigenspaces. Unit vectors (None) are no choice of rounding, whatever their eigenvalues."""
+    if vectors is None:
+        return None
+    values, order = values.detach().sort(-1)
+    limits = TIE * torch.finfo(values.dtype).eps * values[:, -1].abs()
+    numbers = []
+    for row, limit in zip(values.tolist(), limits.tolist(), strict=True):
+        first, number, own = 0.0, 0, []
+        for value in row:
+            if value - first > limit:  # measured from the first of the eigenspace, so that a dense spectrum is no chain
+                first, number = value, number + 1
+            own.append(number)
+        numbers.append(own)
+    found = torch.tensor(numbers, dtype=torch.int64, device=values.device)
+    if bool((found.diff(dim=-1) > 0).all()):
+        return None
+    return torch.empty_like(found).scatter_(-1, order, found)
+
+
+def _means(values: Float[Tensor, "groups rows d"], ties: Int[Tensor, "groups d"]) -> Float[Tensor, "groups rows d"]:
+    """Every entry replaced by the mean of those in its eigenspace, along the last axis."""
+    where = ties.unsqueeze(1).expand_as(values)
+    size = values.new_zeros(values.shape[0], values.shape[-1] + 1)
+    count = size.scatter_add(1, ties, torch.ones_like(values[:, 0])).unsqueeze(1)
+    total = values.new_zeros(*values.shape[:2], values.shape[-1] + 1).scatter_add(2, where, values)
+    return (total / count.clamp_min(1)).gather(2, where)
