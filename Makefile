@@ -19,10 +19,10 @@ benchmarks = $(sort $(filter-out benchmarks/_% benchmarks/uci.py,$(wildcard benc
 export MPLBACKEND ?= Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow lint style types imports peers bench clean
+.PHONY: help install demo test slow lint style types imports peers bench experiments clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(stamp) ## create .venv and install lapwing with the pinned versions
 
@@ -63,8 +63,11 @@ $(peers_stamp): pyproject.toml
 	$(PEERS)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
-bench: $(peers_stamp) ## run every benchmark, peers measured in the same run
-	@set -e; for file in $(benchmarks); do echo "== $$file"; $(PEERS)/bin/python "$$file"; done
+bench: $(peers_stamp) ## run every benchmark from a clone of the last commit, peers measured in the same run
+	$(PEERS)/bin/python experiments/rerun.py $(benchmarks)
+
+experiments: $(stamp) ## run experiments again from a clone of the last commit; all, or NAMES="c12 c14"
+	$(python) experiments/rerun.py $(NAMES)
 
 clean: ## remove caches and build products; venvs and results stay
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info

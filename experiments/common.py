@@ -1,6 +1,7 @@
-"""What every experiment shares: arguments, configuration, results with their provenance, data files, pictures.
+"""What every experiment shares: arguments, configuration, seeds, results with their provenance, data files, pictures.
 
-An experiment is a folder `experiments/<claim>_<name>/` with run.py, config.json, results.json, one picture, README.md.
+An experiment is a folder `experiments/<claim>_<name>/` with run.py, config.json, results.json, a picture,
+README.md, and the template of its figures, figures.md.
 
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from common import Experiment
@@ -14,27 +15,29 @@ An experiment is a folder `experiments/<claim>_<name>/` with run.py, config.json
     if __name__ == "__main__":
         main(Experiment.of(__file__))
 
-`python run.py` writes results.json and the picture next to run.py. `python run.py --smoke` lays the entries of
-config["smoke"] over the configuration and writes to a temporary folder, so a quick check never replaces results.
-`--seed` replaces config["seed"].
+`python run.py` writes results.json and the picture next to run.py, and the figures in README.md (see `readme`).
+`python run.py --smoke` lays the entries of config["smoke"] over the configuration and writes to a temporary folder, so
+a quick check never replaces results. Checks, seeds and splits are in the configuration and the code: `clean` in
+results.json says that both were committed before the run. `python experiments/rerun.py` runs in a clone.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import hashlib
 import json
 import math
 import os
-import platform
-import subprocess
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any
 
 import matplotlib
@@ -44,8 +47,8 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-
-from lapwing.serialize import read, write
+from provenance import committed, machine
+from readme import rendered
 
 STYLE: dict[Any, Any] = {
     "figure.dpi": 110,
@@ -71,14 +74,19 @@ COLOURS = {
 }
 
 
+Figures = dict[str, Any]
+Checks = dict[str, bool]
+
+
 @dataclass(frozen=True, eq=False)
 class Experiment:
-    """One run: its folder, its configuration, and where it writes."""
+    """One run: its folder, its configuration, where it writes, and the commit it started from."""
 
     folder: Path
     config: dict[str, Any]
     out: Path
     smoke: bool
+    commit: dict[str, Any]
     started: float = field(default_factory=time.perf_counter)
 
     @classmethod
@@ -87,7 +95,6 @@ class Experiment:
         folder = Path(file).resolve().parent
         parser = argparse.ArgumentParser(description=f"Experiment {folder.name}; its claim is in README.md.")
         parser.add_argument("--smoke", action="store_true", help="a tiny run into a temporary folder")
-        parser.add_argument("--seed", type=int, help="instead of the seed in config.json")
         asked = parser.parse_args(arguments)
         config = json.loads((folder / "config.json").read_text())
         smaller = config.pop("smoke", {})
@@ -96,97 +103,128 @@ class Experiment:
             raise KeyError(f"config['smoke'] has {sorted(unknown)}, which config.json of {folder.name} does not have")
         if asked.smoke:
             config |= smaller
-        if asked.seed is not None:
-            config["seed"] = asked.seed
         out = Path(tempfile.mkdtemp(prefix=f"{folder.name}-")) if asked.smoke else folder
+        outputs = [f"experiments/{folder.name}/{name}" for name in ("results.json", "picture.png", "README.md")]
+        begun = cls(folder, config, out, asked.smoke, committed(outputs))
+        if "seed" in config:
+            begun.prepare()
+        return begun
+
+    def prepare(self) -> None:
         matplotlib.rcParams.update(STYLE)
-        torch.manual_seed(config["seed"])
-        return cls(folder, config, out, asked.smoke)
+        torch.manual_seed(self.config["seed"])
+
+    def over_seeds(
+        self, study: Callable[[Experiment], tuple[Figures, Checks]]
+    ) -> tuple[Figures, dict[str, list[bool]]]:
+        """`study` for each of config["seeds"], given as config["seed"], in processes of one thread each.
+
+        Its figures as "over_seeds" (see `spread`) and "by_seed", and every check as a list with one entry a seed. Only
+        the first seed may save a picture. `study` has to be a function of the module that is run.
+        """
+        seeds = self.config["seeds"]
+        runs = [replace(self, config=self.config | {"seed": seed}) for seed in seeds]
+        if self.smoke:
+            found = [_one(study, each) for each in runs]
+        else:
+            jobs = min(len(seeds), os.cpu_count() or 1)
+            with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+                found = list(pool.map(_one, [study] * len(runs), runs))
+        figures = [plain(each) for each, _ in found]
+        held = {name: [checks[name] for _, checks in found] for name in found[0][1]}
+        by_seed = {str(seed): each for seed, each in zip(seeds, figures, strict=True)}
+        return {"over_seeds": spread(figures), "by_seed": by_seed}, held
 
     def write(
         self,
         ours: Mapping[str, Any],
         source: Mapping[str, Any],
-        held: Mapping[str, bool],
+        held: Mapping[str, bool] | Mapping[str, list[bool]],
         *,
         reduced: str | None = None,
         notes: str | None = None,
     ) -> Path:
         """results.json: our figures next to the source's, whether each claim held, and how the run can be had again.
 
-        `reduced` says in words what was made smaller than in the source; None where nothing was.
+        A check made on several seeds holds if it holds on every one of them. `reduced` says in words what was made
+        smaller than in the source; None where nothing was. The figures in README.md follow.
         """
-        results = {
-            "experiment": self.folder.name,
-            "held": dict(held),
-            "ours": dict(ours),
-            "source": dict(source),
-            "reduced": reduced is not None,
-            "reduction": reduced,
-            "notes": notes,
-            "smoke": self.smoke,
-            "config": self.config,
-            "seed": self.config["seed"],
-            "seconds": round(time.perf_counter() - self.started, 1),
-            **provenance(self.folder),
-        }
+        seeds = {name: each for name, each in held.items() if isinstance(each, list)}
+        results = plain(
+            {
+                "experiment": self.folder.name,
+                "held": {name: all(each) if isinstance(each, list) else each for name, each in held.items()},
+                **({"held_on_seeds": seeds} if seeds else {}),
+                "ours": dict(ours),
+                "source": dict(source),
+                "reduced": reduced is not None,
+                "reduction": reduced,
+                "notes": notes,
+                "smoke": self.smoke,
+                "seconds": round(time.perf_counter() - self.started, 1),
+                **self.commit,
+                "machine": machine(),
+            }
+        )
+        results["config"] = self.config  # with all digits
         path = self.out / "results.json"
-        path.write_text(json.dumps(plain(results), indent=2) + "\n")
-        print(json.dumps(plain({"held": held, "ours": ours}), indent=2))
+        path.write_text(as_text(results))
+        (self.out / "README.md").write_text(rendered(self.folder, results))
+        print(as_text({name: results[name] for name in ("held", "ours")}))
+        if not self.commit["clean"]:
+            print(f"not clean, these were not as committed: {', '.join(self.commit['changed'][:10])}")
         print(f"results in {path}")
         return path
 
-    def save(self, figure: Figure, name: str = "picture.png") -> Path:
-        path = self.out / name
+    def save(self, figure: Figure) -> Path:
+        path = self.out / "picture.png"
         figure.savefig(path)
         return path
 
 
-Stored = tuple[dict[str, torch.Tensor], dict[str, Any]]
+Study = Callable[[Experiment], tuple[Figures, Checks]]
 
 
-def cached(make: Callable[[], Stored], file: str, config: Mapping[str, Any]) -> Stored:
-    """Tensors by name and plain figures from `make`; where LAPWING_CACHE names a folder, they are kept there.
+def _one(study: Study, experiment: Experiment) -> tuple[Figures, Checks]:
+    torch.set_num_threads(1)
+    experiment.prepare()
+    return study(experiment)
 
-    They are found again by `config` and the code in `file` (its __file__) that made them.
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def spread(found: Sequence[Any]) -> Any:
+    """The same figures of several seeds, with median, mean, deviation, smallest and largest at each number.
+
+    What is not a number is kept where all seeds agree on it; lists are compared place by place, or left out where their
+    lengths differ.
     """
-    folder = os.environ.get("LAPWING_CACHE")
-    if folder is None:
-        return make()
-    text = json.dumps(config, sort_keys=True) + Path(file).read_text()
-    path = Path(folder) / f"{Path(file).parent.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.lapwing"
-    if not path.exists():
-        write(path, *make())
-    return read(path)
+    first = found[0]
+    if isinstance(first, Mapping):
+        return {key: spread([each[key] for each in found]) for key in first}
+    if isinstance(first, list):
+        same = all(len(each) == len(first) for each in found)
+        return [spread(column) for column in zip(*found, strict=True)] if same else None
+    if any(isinstance(each, (str, bool)) or each is None for each in found):
+        return first if all(each == first for each in found) else None
+    if all(each == first for each in found):
+        return first
+    return plain(
+        {
+            "median": median(found),
+            "mean": fmean(found),
+            "deviation": stdev(found),
+            "min": min(found),
+            "max": max(found),
+        }
+    )
 
 
-def provenance(folder: Path) -> dict[str, Any]:
-    """Commit, whether library and experiment were as committed, and the machine."""
-    return {
-        "commit": _git(folder, "rev-parse", "HEAD"),
-        "clean": not _git(folder, "status", "--porcelain", "--", ":/src", str(folder / "run.py")),
-        "machine": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "system": platform.system(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
-    }
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True).stdout.strip()
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+def as_text(results: Mapping[str, Any]) -> str:
+    """JSON with a line for every entry, and lists of numbers on one line."""
+    text = json.dumps(results, indent=2, allow_nan=False)
+    return re.sub(r"\[[^\[\]{}\"]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import torch
-from common import Stored, cached
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -33,15 +32,15 @@ def network(channels: list[int], hidden: list[int]) -> nn.Sequential:
     )
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, config: dict[str, Any]) -> tuple[list[float], float]:
+def train(model: nn.Module, x: Tensor, y: Tensor, config: dict[str, Any], epochs: int) -> tuple[list[float], float]:
     """Adam with one cycle of the rate on -log p(y | x) + delta/2 |theta|^2; losses, and processor seconds an epoch."""
     generator = torch.Generator().manual_seed(config["seed"])
-    steps = config["epochs"] * -(-len(x) // config["batch"])
+    steps = epochs * -(-len(x) // config["batch"])
     optimiser = torch.optim.Adam(model.parameters(), lr=config["rate"])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, config["rate"], total_steps=steps)
     decay = config["training_precision"] / 2 / len(x)
     losses, started = [], time.process_time()
-    for _ in range(config["epochs"]):
+    for _ in range(epochs):
         total = 0.0
         for index in torch.randperm(len(x), generator=generator).split(config["batch"]):
             optimiser.zero_grad()
@@ -52,17 +51,4 @@ def train(model: nn.Module, x: Tensor, y: Tensor, config: dict[str, Any]) -> tup
             total += float(loss.detach()) * len(index)
         losses.append(total / len(x))
         print(f"epoch {len(losses)}: loss {losses[-1]:.4f}", flush=True)
-    return losses, (time.process_time() - started) / config["epochs"]
-
-
-def trained(model: nn.Module, x: Tensor, y: Tensor, config: dict[str, Any]) -> tuple[list[float], float]:
-    """As `train`; where LAPWING_CACHE names a folder, weights of the same code and configuration are kept there."""
-    names = ("seed", "channels", "hidden", "train", "epochs", "batch", "rate", "training_precision")
-
-    def make() -> Stored:
-        losses, seconds = train(model, x, y, config)
-        return model.state_dict(), {"losses": losses, "seconds": seconds}
-
-    weights, figures = cached(make, __file__, {name: config[name] for name in names})
-    model.load_state_dict(weights)
-    return figures["losses"], figures["seconds"]
+    return losses, (time.process_time() - started) / epochs

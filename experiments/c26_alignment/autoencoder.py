@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from common import Stored, cached
 from torch import Tensor, nn
 
 from lapwing.estimate import kfac
@@ -65,23 +64,6 @@ def train(model: nn.Module, x: Tensor, config: dict[str, Any]) -> tuple[dict[int
         if update % 10 == 0:
             print(f"update {update}: loss {loss:.2f}, step {length:.3f}, damping {tau:.3f}", flush=True)
     return kept, losses
-
-
-def trained(model: nn.Module, x: Tensor, config: dict[str, Any]) -> tuple[dict[int, State], list[float]]:
-    """As `train`; where LAPWING_CACHE names a folder, weights of the same code and configuration are kept there."""
-    names = ("seed", "hidden", "train", "batch", "updates", "refresh", "adapt", "weight_decay", "first_damping")
-
-    def make() -> Stored:
-        kept, losses = train(model, x, config)
-        tensors = {f"{update} {name}": value for update, state in kept.items() for name, value in state.items()}
-        return tensors, {"losses": losses}
-
-    tensors, figures = cached(make, __file__, {name: config[name] for name in (*names, "damping_decay", "measure_at")})
-    kept: dict[int, State] = {}
-    for key, value in tensors.items():
-        update, name = key.split(" ")
-        kept.setdefault(int(update), {})[name] = value
-    return kept, figures["losses"]
 
 
 def _copy(model: nn.Module) -> State:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from autoencoder import LIKELIHOOD, autoencoder, trained
+from autoencoder import LIKELIHOOD, autoencoder, train
 from common import COLOURS, Experiment, idx_images
 
 from lapwing import estimate
@@ -165,7 +165,7 @@ def main(experiment: Experiment) -> None:
     images = idx_images("mnist", "train", config["train"])[0].flatten(1)
     model = autoencoder(images.shape[1], config["hidden"])
     sizes = [model[0].in_features, *(layer.out_features for layer in model if isinstance(layer, nn.Linear))]
-    kept, losses = trained(model, images, config)
+    kept, losses = train(model, images, config)
 
     generator = torch.Generator().manual_seed(1 + config["seed"])
     x = images[torch.randperm(len(images), generator=generator)[: config["measured"]]]
