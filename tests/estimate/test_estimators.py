@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import machine
 import oracle
 import problems
 from estimator_checks import LAYOUTS, LIKELIHOODS, close, errors_of_means, parts, seeded, setting
@@ -394,12 +395,21 @@ def test_hessian_when_gradients_are_off() -> None:
 # -- precision ------------------------------------------------------------------------------------------------------
 
 
+def in_bfloat16(name: str) -> None:
+    problem = problems.build(name)
+    tangent, x = Tangent(problem.model.to(torch.bfloat16)), problem.x.to(torch.bfloat16)
+    for estimator in (estimate.full, estimate.diagonal, estimate.kflr):
+        estimator(tangent, problem.likelihood, [(x, problem.y)])
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 2e-2), (torch.bfloat16, 1e-1)])
 @pytest.mark.parametrize(
     "name", ["mlp", "conv2d", "layer_norm", "embedding", "transformer_encoder", "linear_twice", "tied_embedding"]
 )
 def test_low_precision_models_accumulate_in_float32(name: str, dtype: torch.dtype, tolerance: float) -> None:
     """The float64 answer of the same rounded weights, to the rounding of the model's own arithmetic."""
+    if dtype == torch.bfloat16 and name == "conv2d":
+        machine.need("estimate/test_estimators.py", "in_bfloat16", name)
     problem = problems.build(name)
     model, x = problem.model.to(dtype), problem.x
     x = x.to(dtype) if x.is_floating_point() else x
