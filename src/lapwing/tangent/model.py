@@ -103,6 +103,7 @@ class Tangent:
                 value, record, found = self._recorded(seen, parameters, modes, gate is not None)
         check_output(value, batch_size(x))
         record.opaque.update(found.opaque)
+        record.opaque.update(record.unseen(value, parameters))
         return Linearisation(self, x, value, record, found, gate)
 
     def differentiable_twice(self, linearisation: Linearisation) -> bool:

@@ -21,6 +21,10 @@ _DROPOUT = frozenset(
 ) | {torch.dropout}
 _ASKS_FOR_MODES = "has_torch_function"
 RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_RESHAPED = frozenset(
+    (F.linear, F.bilinear, F.embedding, F.instance_norm, torch.matmul, Tensor.matmul, torch.einsum, *_CONVOLUTIONS)
+)
 WRITING, REFUSABLE = "writes into its first argument", "may be random, or couple samples"
 
 
@@ -119,6 +123,21 @@ def _refuse_random(what: str) -> None:
         f"{what} is active (train mode), so that the network is a random function; expected a deterministic one. "
         "Call model.eval() first."
     )
+
+
+def owned(func: Callable, out: Any, given: list[Tensor]) -> Any:
+    """The result of an operation that makes new entries, as no view of a tensor that only the operation knew.
+
+    A linear map of [N, T, D] or an instance norm returns its result reshaped, which autograd takes for a view: an
+    in-place activation would rewrite the history of what lies under it, and lead past the operation that was recorded.
+    The memory is the same; none of these operations keeps its result for its derivative.
+    """
+    if func not in _RESHAPED or not isinstance(out, Tensor) or not out._is_view():
+        return out
+    base = out._base
+    if any(tensor is base or tensor._base is base for tensor in given):  # einsum of one operand is a plain view of it
+        return out
+    return torch.ops.aten._unsafe_view(out, out.shape)
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 - The model is run with one sample changed, and differentiated at one sample: what moves belongs to that sample, which
   gives the sample axis of every use.
 - A sample run alone must give what it gives in its batch: coupled samples are refused, and so are random models.
-- The rows of one sample, built from the record, must be autograd's own gradient. A parameter for which they are not was
-  used where the recorder does not see it (inside a custom autograd function, say) and is left to the slow path.
+- A parameter that was used where the recorder does not see it (inside a custom autograd function, say; `paths` finds
+  it in the graph) is left to the slow path, and so is one whose rows at one sample are not autograd's own gradient.
 
 A few forward and backward passes on a few samples; the result is kept by the `Tangent` and carried over to larger
 batches.
@@ -92,6 +92,8 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
         dependent |= {min(hidden)}
         base, value = run(x, dependent)
 
+    unseen = base.unseen(value, parameters)
+    base.opaque.update(unseen)
     uses = base.uses
     sizes = {number: _position_sizes(use) for number, use in uses}
     open_axes = {number: _possible(use, sizes[number], batch) for number, use in uses}
@@ -117,7 +119,7 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
         for (number, use), grad in zip(uses, gradients[: len(uses)], strict=True):
             open_axes[number] = _backward_consistent(use, grad, open_axes[number], sample)
 
-    opaque = {
+    opaque = unseen | {
         name: use.operation
         for number, use in uses
         if not open_axes[number]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -26,10 +27,12 @@ from lapwing.tangent.operations import (
     differentiable_twice,
     flat,
     name_of,
+    owned,
     refuse_train_mode,
     traits,
     written_to,
 )
+from lapwing.tangent.paths import Key, Paths, edge_key
 from lapwing.tangent.rules import IN_PLACE, RULES, Call
 from lapwing.tangent.sources import Alias, Derived, Source, parameter_alias, view_alias
 from lapwing.tangent.uses import Use
@@ -59,6 +62,7 @@ class Record:
     opaque: dict[str, str] = field(default_factory=dict)
     derived: dict[str, str] = field(default_factory=dict)
     trace: int = 0
+    paths: Paths = field(default_factory=Paths)
 
     @property
     def uses(self) -> list[tuple[int, Use]]:
@@ -75,6 +79,11 @@ class Record:
     def signature(self) -> tuple:
         """What has to be the same for a probe of one batch to hold for another."""
         return (self.trace, *((e.name, e.dependent, None if e.use is None else e.use.signature) for e in self.events))
+
+    def unseen(self, output: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+        """Parameters that the output depends on by a way that was not recorded, and what is known of their use."""
+        found = self.paths.unseen(output, parameters).difference(self.opaque)
+        return {name: self.seen(name) for name in sorted(found)}
 
     def seen(self, name: str) -> str:
         """The operations that were seen to use a parameter, for messages."""
@@ -156,7 +165,8 @@ class Recorder(TorchFunctionMode):
         read = [t for t in given if id(t) in self._sources]
         data = any(t in self._data for t in given)
         target = written_to(kind, args, kwargs)
-        if not read:
+        # inside torch.func the tensors are wrapped, and the graph behind them is not the outer one: left to the walk
+        if not read or maybe_current_level() is not None:
             out = func(*args, **kwargs)
             if data:
                 self._mark(out)
@@ -166,18 +176,20 @@ class Recorder(TorchFunctionMode):
             before = (args[0].clone() if self._graph else args[0].detach().clone(), *args[1:])
         else:
             before = args
+        # where the graph goes on behind this operation, asked for before it may write into its arguments
+        onward = [edge_key(t) for t in given if t.grad_fn is not None and id(t) not in self._sources]
         # a tensor that holds parameters loses its name when it is written to, so the names are asked for before
         names, version = (frozenset(), 0) if target is None else (self._names(read), target._version)
         if func in RECURRENT:
             with differentiable_twice():
                 out = func(*args, **kwargs)
         else:
-            out = func(*args, **kwargs)
+            out = owned(func, func(*args, **kwargs), given)
         written = target is not None and target._version != version
         if target is not None and written and (out is not target or id(target) in self._sources):
             self._write(func, target, names, data)
         else:
-            self._note(func, before, kwargs, out, read, data)
+            self._note(func, before, kwargs, out, read, data, onward)
         return out
 
     def _names(self, read: list[Tensor]) -> frozenset[str]:
@@ -200,7 +212,7 @@ class Recorder(TorchFunctionMode):
         kept = self._snapshot(target.detach()) if self._snapshot is not None else None
         self.record.events.append(Event(name, kept, None, dependent))
 
-    def _note(self, func, args, kwargs, out, read: list[Tensor], data: bool) -> None:
+    def _note(self, func, args, kwargs, out, read: list[Tensor], data: bool, onward: list[Key]) -> None:
         outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
         if not any(t.requires_grad for t in outs):
             if data:
@@ -212,23 +224,22 @@ class Recorder(TorchFunctionMode):
         use = None
         if dependent:
             self._mark(out)
-            use = self._use(func, args, kwargs, out, read, name)
+            use = self._use(func, args, kwargs, out, read, name, onward)
         else:
             self._derive(func, outs, read, name)
         kept = self._snapshot(outs[0].detach()) if self._snapshot is not None and len(outs) == 1 else None
         self.record.events.append(Event(name, kept, use, dependent))
 
-    def _use(self, func, args, kwargs, out, read: list[Tensor], name: str) -> Use | None:
+    def _use(self, func, args, kwargs, out, read: list[Tensor], name: str, onward: list[Key]) -> Use | None:
         use = None
         if isinstance(out, Tensor) and func in RULES and not out.is_complex():
             use = RULES[func](Call(func, args, kwargs, out, self.source))
-        names = self._names(read)
-        if use is not None:
-            use.shape, use.edge = out.shape, get_gradient_edge(out)
-            covered = frozenset().union(*(source.names for source in use.sources))
-            names -= covered
-        for missed in sorted(names):
-            self.record.opaque.setdefault(missed, name)
+        if use is None or len(use.sources) < len(read):  # a rule that leaves a parameter out accounts for none
+            for missed in sorted(self._names(read)):
+                self.record.opaque.setdefault(missed, name)
+            return None
+        use.shape, use.edge = out.shape, get_gradient_edge(out)
+        self.record.paths.add(use.edge, onward, use.sources)
         return use
 
     def _derive(self, func, outs: list[Tensor], read: list[Tensor], name: str) -> None:

@@ -34,6 +34,7 @@ from lapwing.tangent.operations import (
     TensorSet,
     descend,
     flat,
+    owned,
     refuse_train_mode,
     traits,
     written_to,
@@ -260,7 +261,7 @@ class TapeRecorder(TorchFunctionMode):
         before = args
         if inputs and kind is WRITING and args and isinstance(args[0], Tensor):
             before = (args[0].detach().clone(), *args[1:])
-        out = func(*args, **kwargs)
+        out = owned(func, func(*args, **kwargs), given)
         target = written_to(kind, args, kwargs)
         made = [target] if target is not None else _tensors(out)
         if data:
