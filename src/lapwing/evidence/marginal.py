@@ -31,6 +31,21 @@ class GaussianFit:
         """sum log N(y | f*, sigma^2)."""
         return -self.targets / 2 * torch.log(2 * pi * sigma**2) - self.squares / (2 * sigma**2)
 
+    def noise_range(self) -> tuple[float, float]:
+        """Within which sigma is searched: from half to 1e6 times the residuals' root mean square r.
+
+        No optimum lies under r, as sigma^2 = N r^2 / (N - gamma) there. Where r is zero, and the evidence grows without
+        end as sigma falls, it ends at `lowest_noise`.
+        """
+        rms = float(self.squares.detach().double() / max(self.targets, 1)) ** 0.5
+        lowest = max(rms / 2, lowest_noise(self.squares.dtype))
+        return lowest, max(1.0, 1e6 * lowest)
+
+
+def lowest_noise(dtype: torch.dtype) -> float:
+    """finfo.tiny ** 0.2 (2.6e-8 in float32, 3e-62 in float64): its fourth power still has a finite reciprocal."""
+    return torch.finfo(dtype).tiny ** 0.2
+
 
 @dataclass(frozen=True, eq=False)
 class Evidence:

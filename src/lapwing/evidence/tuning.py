@@ -5,12 +5,15 @@
 
 Both end at a stationary point of the evidence. MacKay's updates need no line search but take many rounds where gamma is
 nearly the number of parameters; the gradient method also handles priors for which a group has no effect on the data.
+
+Precisions stay within LOWEST and HIGHEST, sigma within `GaussianFit.noise_range()`: noise-free targets end at its lower end.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from math import log
 
 import torch
 from jaxtyping import Float
@@ -22,6 +25,8 @@ from lapwing.priors import Prior
 
 LOWEST, HIGHEST = 1e-10, 1e10
 """Range of precisions: a group that the data say nothing about would otherwise go to infinity."""
+NEAR = 1e-2
+"""Distance of a logarithm from its bound within which a search has ended there: it has no slope of zero to show."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +55,13 @@ def gradient(
     noise = torch.as_tensor(sigma, dtype=start.dtype, device=start.device).detach().reshape(1)
     noise_is_free = evidence.has_noise and not fixed_noise
     free = torch.cat([start, noise.log()]) if noise_is_free else start
-    free = free.clone().requires_grad_()
+    limits = evidence.fit.noise_range() if isinstance(evidence.fit, GaussianFit) else (1.0, 1.0)
+    low, high = _bounds(free, len(start), limits)
+    free = free.clamp(low, high).clone().requires_grad_()
 
     def read() -> tuple[Prior, Tensor]:
-        count = len(start)
-        precisions = free[:count].exp().clamp(LOWEST, HIGHEST)
-        return prior.with_precisions(precisions), free[count].exp() if noise_is_free else noise[0]
+        count, inside = len(start), free.clamp(low, high).exp()
+        return prior.with_precisions(inside[:count]), inside[count] if noise_is_free else noise[0]
 
     optimiser = torch.optim.LBFGS(
         [free], max_iter=rounds, tolerance_grad=tolerance, tolerance_change=0, line_search_fn="strong_wolfe"
@@ -66,6 +72,8 @@ def gradient(
         with torch.enable_grad():
             found, level = read()
             loss = -evidence.log_marginal(found, level, temperature)
+            # a step beyond the bounds must lead back: without a slope there the search would end where it fell
+            loss = loss + (free - free.detach().clamp(low, high)).square().sum()
         if not bool(torch.isfinite(loss)):
             raise CurvatureError(
                 f"the evidence is {float(-loss.detach())} at prior precisions {found.precisions.tolist()[:5]}, sigma "
@@ -77,12 +85,15 @@ def gradient(
     optimiser.step(closure)
     closure()
     assert free.grad is not None
-    free_to_move = (free.detach() > -22) & (free.detach() < 22)
-    rest = float((free.grad * free_to_move).abs().max()) if len(free) else 0.0
+    at = free.detach()
+    held = (at <= low + NEAR) | (at >= high - NEAR)
+    rest = float(torch.where(held, 0.0, free.grad).abs().max()) if len(free) else 0.0
     with torch.no_grad():
         found, level = read()
         value = evidence.log_marginal(found, level, temperature)
-    converged = rest <= max(100 * tolerance, torch.finfo(free.dtype).eps ** 0.5 * float(1 + value.abs()))
+    # the sum has terms as large as the targets are many, and its rounding hides slopes below this
+    terms = 1 + float(value.abs()) + (evidence.fit.targets if isinstance(evidence.fit, GaussianFit) else 0)
+    converged = rest <= max(100 * tolerance, torch.finfo(free.dtype).eps ** 0.5 * terms)
     taken = int(optimiser.state[free].get("n_iter", 0))
     return _checked(Tuned(_detached(found), level.detach(), value, converged, taken), "gradient")
 
@@ -116,12 +127,22 @@ def mackay(
                         "which leaves nothing to estimate the noise from; expected fewer. Fix sigma, or start from a "
                         "larger prior precision."
                     )
-                fresh = (evidence.fit.squares / left).sqrt()
-            change = torch.cat([(precisions / found.precisions).log(), (fresh / level).log().reshape(1)]).abs().max()
+                fresh = (evidence.fit.squares / left).sqrt().clamp(*evidence.fit.noise_range())
+            moved = (precisions / found.precisions).log().abs()
+            # gamma is the difference of two numbers up to P, and its rounding moves the precisions for ever
+            blur = 8 * torch.finfo(gamma.dtype).eps * (found.entries() / gamma).nan_to_num(1).clamp(1, 1e4)
+            within = blur.clamp_min(tolerance)
+            converged = bool((moved < within).all()) and bool((fresh / level).log().abs() < within.max())
             found, level = found.with_precisions(precisions), fresh
-            converged = bool(change < tolerance)
         value = evidence.log_marginal(found, level, temperature)
     return _checked(Tuned(found, level, value, converged, taken), "mackay")
+
+
+def _bounds(free: Tensor, precisions: int, noise: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Lowest and highest logarithms: of so many precisions, and of sigma where there is one more."""
+    low, high = torch.full_like(free, log(LOWEST)), torch.full_like(free, log(HIGHEST))
+    low[precisions:], high[precisions:] = map(log, noise)
+    return low, high
 
 
 def _detached(prior: Prior) -> Prior:

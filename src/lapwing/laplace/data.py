@@ -80,13 +80,21 @@ class Seen:
         self.targets += value.numel()
         # sequences may have another length in every batch; the shape of the first says how many outputs there are
         self.shape = value.shape[1:] if self.shape is None else self.shape
-        part = (value - y).double().square().sum() if self.regression else log_prob.double().sum()
-        self.total = self.total + part
+        self.total = self.total + (squares(value, y) if self.regression else log_prob.double().sum())
 
     def fit(self, dtype: torch.dtype) -> Tensor | GaussianFit:
         assert isinstance(self.total, Tensor)
         total = self.total.detach().to(dtype)
         return GaussianFit(self.targets, total) if self.regression else total
+
+
+def squares(value: Tensor, y: Tensor) -> Tensor:
+    """The sum of squared residuals; none counts as less than 1.2e-7 of its target, the rounding of float32.
+
+    Also in float64: a noise level below that would multiply the curvature, and its rounding, by more than 1e14.
+    """
+    rounding = max(torch.finfo(value.dtype).eps, torch.finfo(torch.float32).eps) * y.double()
+    return torch.maximum((value - y).double().square(), rounding.square()).sum()
 
 
 @dataclass(frozen=True)

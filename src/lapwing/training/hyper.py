@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lapwing.errors import CurvatureError, ParameterError
 from lapwing.evidence import Evidence, Tuned
+from lapwing.evidence.marginal import lowest_noise
 from lapwing.evidence.tuning import HIGHEST, LOWEST
 from lapwing.priors import Prior
 from lapwing.training.options import check_numbers
@@ -61,9 +62,11 @@ def adam(
             f"{prior.structure} prior{' and sigma' if noise else ''}. Start with state=None."
         )
     free, level = state.free, torch.as_tensor(sigma, dtype=state.free.dtype, device=state.free.device).detach()
-    start, bounds = prior.precisions.detach().log(), (log(LOWEST), log(HIGHEST))
+    start, high = prior.precisions.detach().log(), torch.full_like(free, log(HIGHEST), requires_grad=False)
+    low = torch.full_like(free, log(LOWEST), requires_grad=False)
+    low[count:] = log(lowest_noise(free.dtype))
     with torch.no_grad():
-        free.copy_(torch.cat([start, level.log().reshape(1)]) if noise else start).clamp_(*bounds)
+        free.copy_(torch.cat([start, level.log().reshape(1)]) if noise else start).clamp_(low, high)
     state.optimiser.param_groups[0]["lr"] = lr
 
     def read() -> tuple[Prior, Tensor]:
@@ -86,10 +89,10 @@ def adam(
         state.values.append(float(climb()))
         state.optimiser.step()
         with torch.no_grad():
-            free.clamp_(*bounds)
+            free.clamp_(low, high)
     value = climb()
     assert free.grad is not None
-    inside = (free.detach() > bounds[0]) & (free.detach() < bounds[1])
+    inside = (free.detach() > low) & (free.detach() < high)
     rest = float((free.grad * inside).abs().max())
     converged = rest <= torch.finfo(free.dtype).eps ** 0.5 * float(1 + value.abs())
     with torch.no_grad():
