@@ -377,7 +377,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
             with pytest.raises(CurvatureError, match=f"{name} is {value}; expected a finite number > 0"):
                 found.grid(**{name: value})
     labels = problem(Bernoulli(), 3, lambda f: torch.randint(2, f.shape).double())
-    with pytest.raises(LapwingError, match=r"link 'bridge' for Bernoulli.*Expected 'probit'"):
+    with pytest.raises(LapwingError, match=r"link 'bridge' for Bernoulli.*expected 'probit'"):
         labels.grid(link="bridge")
     sequence = problem(Categorical(), 4, classes, model=nn.Linear(3, 4), inputs=(5, 3))
     with pytest.raises(LapwingError, match=r"shape \(12, 5, 4\); a link with covariances needs .*Use link='probit'"):

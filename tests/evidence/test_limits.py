@@ -56,9 +56,7 @@ def test_attach_takes_noise_free_targets(dtype: torch.dtype) -> None:
     assert 0 < float(la.sigma_noise) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("method", "noise"), [("marglik", 1e-6), ("marglik", 1e3), ("mackay", 1e-6), ("mackay", 1e-3)]
-)
+@pytest.mark.parametrize(("method", "noise"), [("marglik", 1e-6), ("marglik", 1e3), ("mackay", 1e-6), ("mackay", 1e-3)])
 def test_noise_far_from_the_start_is_found(method: str, noise: float) -> None:
     la = fitted(torch.float64, noise)
     la.optimize_prior_precision(method=method, optimize_sigma_noise=True)

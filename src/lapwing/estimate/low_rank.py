@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lapwing.errors import CurvatureError, DataError
 from lapwing.estimate.cotangents import Cotangents, exact
-from lapwing.estimate.passes import Batches, pulled
+from lapwing.estimate.passes import Batches, one_shot, pulled
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Dual, LowRank, RowSet
 from lapwing.linalg.psd import eigh_psd, normal
@@ -57,7 +57,7 @@ def low_rank(
     try:
         few = RowSet.of(size, _at_most(gram_rows, rows()))
     except _TooManyRows:
-        if iter(batches) is batches:
+        if one_shot(batches):
             raise DataError(
                 f"the data are an iterator and make more than {gram_rows} rows; expected a loader that can be gone "
                 f"through {passes} times. Give a list of batches or a DataLoader, or raise `gram_rows`."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,8 +22,23 @@ from lapwing.tangent.model import FEW_SAMPLES
 Batches = Iterable[Any]
 
 
+class Wrapped(ABC):
+    """Batches that come from others: whoever needs several passes asks whether those can be gone through again."""
+
+    @property
+    @abstractmethod
+    def source(self) -> Batches: ...
+
+
+def one_shot(batches: Batches) -> bool:
+    """Whether the data behind any wrapping are an iterator, which is empty after one pass."""
+    while isinstance(batches, Wrapped):
+        batches = batches.source
+    return isinstance(batches, Iterator)
+
+
 @dataclass
-class Watched:
+class Watched(Wrapped):
     """Batches whose outputs and log-likelihoods somebody wants to know: a fit learns its loss in the same pass.
 
     `saw` is told the outputs, the targets and log p(y | f) [B] of every batch, and `start` that a pass begins.
@@ -31,6 +47,10 @@ class Watched:
     batches: Batches
     start: Callable[[], None]
     saw: Callable[[Tensor, Tensor, Tensor], None]
+
+    @property
+    def source(self) -> Batches:
+        return self.batches
 
     def __iter__(self) -> Iterator[Any]:
         self.start()
@@ -62,7 +82,7 @@ def repeated(batches: Batches) -> Batches:
     """Batches for an estimator that needs several passes; whoever watches them is told of each."""
     if isinstance(batches, Watched):
         return replace(batches, batches=repeated(batches.batches))
-    if isinstance(batches, Iterator):
+    if one_shot(batches):
         raise DataError(
             "the data are an iterator, which can be gone through only once; expected data for several passes. Give a "
             "list of batches or a DataLoader."

@@ -6,7 +6,8 @@
 Both end at a stationary point of the evidence. MacKay's updates need no line search but take many rounds where gamma is
 nearly the number of parameters; the gradient method also handles priors for which a group has no effect on the data.
 
-Precisions stay within LOWEST and HIGHEST, sigma within `GaussianFit.noise_range()`: noise-free targets end at its lower end.
+Precisions stay within LOWEST and HIGHEST, sigma within `GaussianFit.noise_range()`: noise-free targets end at the
+lower end of it.
 """
 
 from __future__ import annotations

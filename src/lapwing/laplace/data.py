@@ -13,18 +13,22 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from lapwing.errors import DataError
-from lapwing.estimate.passes import no_batch
+from lapwing.estimate.passes import Wrapped, no_batch, one_shot
 from lapwing.evidence import GaussianFit
 from lapwing.tangent.inputs import map_tensors
 
 
 @dataclass(frozen=True)
-class Pairs:
+class Pairs(Wrapped):
     """A loader as pairs (x, y) on the model's device; of a mapping, y is the entry `key_y` and x the others."""
 
     loader: Iterable[Any]
     key_y: str
     device: torch.device
+
+    @property
+    def source(self) -> Iterable[Any]:
+        return self.loader
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.pair, self.loader)
@@ -41,11 +45,15 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Tracked:
+class Tracked(Wrapped):
     """A loader with a progress bar for every pass over it."""
 
     loader: Iterable[Any]
     description: str
+
+    @property
+    def source(self) -> Iterable[Any]:
+        return self.loader
 
     def __iter__(self) -> Iterator[Any]:
         return iter(track(self.loader, description=self.description))  # pyright: ignore[reportArgumentType]
@@ -54,11 +62,8 @@ class Tracked:
 def peek(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
     """The first batch, and a loader that still has it."""
     iterator = iter(loader)
-    source = loader
-    while isinstance(source, (Pairs, Tracked)):
-        source = source.loader
     for first in iterator:
-        return first, chain([first], iterator) if isinstance(source, Iterator) else loader
+        return first, chain([first], iterator) if one_shot(loader) else loader
     raise no_batch()
 
 

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.errors import OptionError
 from lapwing.laplace.options import LinkApprox, choose
 from lapwing.likelihoods import Bernoulli, Categorical, Likelihood
 from lapwing.linalg import LinearMap
 from lapwing.posterior import Gaussian
-from lapwing.predictive import bridge, bridge_norm, draws, probit, probit_full, quadrature
+from lapwing.predictive import draws
+from lapwing.predictive.links import link_for
 
 LINKS = tuple(link.value for link in LinkApprox)
 FEW_OUTPUTS = 64
@@ -55,20 +55,14 @@ def probabilities(
         few = value.dim() == 2 and value.shape[1] <= FEW_OUTPUTS
         found = (marginal_draws if few else draws)(posterior, linear, n_samples, generator)
         return predicted(likelihood, found).mean(0)
-    if link == "probit" or (isinstance(likelihood, Bernoulli) and link in ("probit_full", "quadrature")):
-        variance = posterior.precision.variances(linear).reshape(value.shape)
-        if isinstance(likelihood, Bernoulli):  # every output is a logit of its own
-            one = quadrature if link == "quadrature" else probit
-            return one(value.unsqueeze(-1), variance.unsqueeze(-1)).squeeze(-1)
-        return likelihood.from_last(probit(likelihood.to_last(value), likelihood.to_last(variance)), value.shape)
-    if value.dim() != 2 or isinstance(likelihood, Bernoulli) or link == "quadrature":
-        raise OptionError(
-            f"link_approx={link!r} for outputs of shape {tuple(value.shape)} and {type(likelihood).__name__}; expected "
-            "'probit' or 'mc', which serve every shape; 'quadrature' is for likelihood='binary', 'bridge', "
-            "'bridge_norm' and 'probit_full' for classes with outputs [batch, classes]."
-        )
-    closed = {"probit_full": probit_full, "bridge": bridge, "bridge_norm": bridge_norm}[link]
-    return closed(value, posterior.covariance(linear))
+    closed = link_for(likelihood, link)
+    closed.check(value)
+    if closed.joint:
+        return closed.of(value, posterior.covariance(linear))
+    variance = posterior.precision.variances(linear).reshape(value.shape)
+    if isinstance(likelihood, Bernoulli):
+        return closed.of(value, variance)
+    return likelihood.from_last(closed.of(likelihood.to_last(value), likelihood.to_last(variance)), value.shape)
 
 
 def marginal_draws(

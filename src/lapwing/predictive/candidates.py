@@ -23,12 +23,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.errors import CurvatureError, LapwingError, LikelihoodError
+from lapwing.errors import CurvatureError, LapwingError
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import Curvature, LinearMap
 from lapwing.linalg.rows import CACHE, chunks
-from lapwing.predictive.glm import LINKS, MARGINAL
-from lapwing.predictive.links import probit, quadrature, shrink
+from lapwing.predictive.links import Link, check_link, link_for, shrink
 
 Prediction = Tensor | tuple[Tensor, Tensor]
 AnyLikelihood = TypeVar("AnyLikelihood", bound=Likelihood)
@@ -123,41 +122,41 @@ class Regression(Family[Gaussian]):
 class Probit(Family[Categorical | Bernoulli]):
     """Logits shrunk by their own variance; the likelihood of these is the prediction's."""
 
+    link: Link
+
     def loss(self, batch: Batch) -> Tensor:
         return -self._log_prob(shrink(batch.value, batch.found), batch.targets)
 
     def prediction(self, batch: Batch, number: int) -> Tensor:
         if isinstance(self.likelihood, Bernoulli):
-            return torch.sigmoid(shrink(batch.value, batch.found[number]))
+            return self.link.of(batch.value, batch.found[number])
         last = self.likelihood.to_last
-        return self.likelihood.from_last(probit(last(batch.value), last(batch.found[number])))
+        return self.likelihood.from_last(self.link.of(last(batch.value), last(batch.found[number])))
 
 
 @dataclass(frozen=True, eq=False)
 class Events(Family[Bernoulli]):
     """Labels one by one, each logit integrated."""
 
+    link: Link
+
     def loss(self, batch: Batch) -> Tensor:
         found = torch.stack([self.prediction(batch, k) for k in range(len(batch.found))])
         return -self._log_prob(torch.logit(found, eps=torch.finfo(found.dtype).tiny), batch.targets)
 
     def prediction(self, batch: Batch, number: int) -> Tensor:
-        return quadrature(batch.value.unsqueeze(-1), batch.found[number].unsqueeze(-1)).squeeze(-1)
+        return self.link.of(batch.value, batch.found[number])
 
 
 @dataclass(frozen=True, eq=False)
 class Joint(Family[Categorical]):
     """Class probabilities from the covariance of the logits."""
 
-    link: Callable[[Tensor, Tensor], Tensor]
+    link: Link
 
     def batch(self, curvature: Curvature, linear: LinearMap, candidates: Candidates, targets: Tensor) -> Batch:
-        if linear.value.dim() != 2:
-            raise LikelihoodError(
-                f"the outputs have shape {tuple(linear.value.shape)}; a link with covariances needs [batch, classes]. "
-                "Use link='probit'."
-            )
-        return Batch(linear.value, candidates.probabilities(curvature, linear, self.link), targets)
+        self.link.check(linear.value)
+        return Batch(linear.value, candidates.probabilities(curvature, linear, self.link.of), targets)
 
     def loss(self, batch: Batch) -> Tensor:  # the logarithm of a distribution is its logits
         logits = batch.found.clamp_min(torch.finfo(batch.found.dtype).tiny).log()
@@ -191,12 +190,7 @@ class Sampled(Family[Likelihood]):
 
 
 def family(likelihood: Likelihood, link: str, sigma: float, samples: int, generator: torch.Generator | None) -> Family:
-    if isinstance(likelihood, Bernoulli) and link == "quadrature":
-        return Events(likelihood)
-    if isinstance(likelihood, Bernoulli) and link == "probit_full":  # of one logit, the same
-        return Probit(likelihood)
-    if link not in LINKS:
-        raise LapwingError(f"unknown link {link!r}; expected one of {sorted(LINKS)}.")
+    check_link(link)
     if isinstance(likelihood, Gaussian):
         return Regression(likelihood, sigma)
     if sigma != 1:
@@ -204,15 +198,11 @@ def family(likelihood: Likelihood, link: str, sigma: float, samples: int, genera
             f"sigma is {sigma} for {type(likelihood).__name__}, which has no noise level; expected sigma = 1. Only "
             "Gaussian regression has one."
         )
-    if isinstance(likelihood, Categorical) and link not in MARGINAL:
-        return Joint(likelihood, LINKS[link])
     if isinstance(likelihood, (Categorical, Bernoulli)):
-        if link not in MARGINAL:
-            raise LikelihoodError(
-                f"link {link!r} for {type(likelihood).__name__}; it is one for classes that exclude each other. "
-                "Expected 'probit', which treats every logit alone."
-            )
-        return Probit(likelihood)
+        found = link_for(likelihood, link)
+        if isinstance(likelihood, Bernoulli):
+            return Events(likelihood, found) if link == "quadrature" else Probit(likelihood, found)
+        return Joint(likelihood, found) if found.joint else Probit(likelihood, found)
     if samples < 1:
         raise LapwingError(f"asked for {samples} draws of the outputs; expected at least one.")
     return Sampled(likelihood, samples, generator)

@@ -5,27 +5,15 @@ Outputs keep the network's shape [B, *out]; covariances are over all outputs of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import LapwingError
+from lapwing.likelihoods import Categorical
 from lapwing.linalg import LinearMap
 from lapwing.posterior import Gaussian
-from lapwing.predictive.links import bridge, bridge_norm, probit, probit_full
-
-LINKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "probit": probit,
-    "probit_full": probit_full,
-    "bridge": bridge,
-    "bridge_norm": bridge_norm,
-}
-"""Class probabilities by name, from the mean and the variances (`MARGINAL`) or the covariance of the logits."""
-
-MARGINAL = frozenset({"probit"})
-"""Links that need the variance of each logit alone, so that [B, C, C] is never formed for them."""
+from lapwing.predictive.links import link_for
 
 
 def moments(
@@ -50,14 +38,13 @@ def variances(
 
 
 def probabilities(posterior: Gaussian, linear: LinearMap, link: str = "probit") -> Float[Tensor, "batch classes"]:
-    """Class probabilities in closed form, for outputs [B, C]; `link` names one of LINKS."""
-    if link not in LINKS:
-        raise LapwingError(f"unknown link {link!r}; expected one of {sorted(LINKS)}.")
+    """Class probabilities in closed form, for outputs [B, C]; `link` names one of `links.OF_CLASSES`."""
+    found = link_for(Categorical(), link)
     if linear.value.dim() != 2:
         raise LapwingError(
             f"the outputs have shape {tuple(linear.value.shape)}; a closed form needs [batch, classes]. Use `draws`."
         )
-    return LINKS[link](*(variances if link in MARGINAL else moments)(posterior, linear))
+    return found.of(*(moments if found.joint else variances)(posterior, linear))
 
 
 def draws(
