@@ -27,6 +27,7 @@ from lapwing.linalg.psd import (
     check_positive,
     check_precisions,
     check_prior,
+    check_rank,
     check_scale,
     eigh,
     normal,
@@ -75,9 +76,14 @@ class Dense(Curvature):
         if delta.dim() == 0:
             values, vectors = self.eigen
             check_positive((values + delta).detach(), "curvature + prior")
+            check_rank(values, delta, "the curvature")
             return EigenPrecision(vectors, values + delta)
         # a prior that differs between parameters has its own eigenvectors: Cholesky is the cheaper decomposition
         check_finite(self.matrix, "the curvature")
+        if bool((without := delta.detach() == 0).any()):
+            # H + D v = 0 needs D v = 0 and H v = 0: what has no prior must be determined by the data among itself
+            inner = self.matrix.detach()[without][:, without]
+            check_rank(eigh(inner)[0], delta.detach()[without], "the curvature of the parameters without a prior")
         factor, info = torch.linalg.cholesky_ex(self.matrix + delta.diag())
         if int(info):
             raise CurvatureError(
@@ -91,6 +97,7 @@ class Dense(Curvature):
         values, vectors = self.eigen
         precisions = check_precisions(precisions).to(values)
         check_positive((values.min() + precisions.min()).detach(), "curvature + prior")
+        check_rank(values, precisions, "the curvature")
         rows = EigenPrecision(vectors, torch.ones_like(values))._whitened(pieces)
         return torch.cat([Formed(each).sweep(values, precisions) for each in rows], dim=1)
 

@@ -45,6 +45,7 @@ from lapwing.linalg.psd import (
     check_positive,
     check_precisions,
     check_prior,
+    check_rank,
     check_scale,
     normal,
     same_kind,
@@ -163,6 +164,7 @@ class Kronecker(Curvature):
             else:
                 values = part.values + delta
             check_positive(values.detach(), "Kronecker curvature + prior")
+            self._check_ranks(col_values, part, delta)
             parts.append(replace(part, values=values))
         return KroneckerPrecision(self.layout, tuple(parts))
 
@@ -176,11 +178,19 @@ class Kronecker(Curvature):
         cols = {part.part.start: col_values for part, col_values in found}
         for part, _ in found:
             check_positive((part.values.min() + precisions.min()).detach(), "Kronecker curvature + prior")
+            self._check_ranks(cols[part.part.start], part, precisions)
 
         def outer(form: Outer, part: EigenPart) -> Tensor:
             return outer_sweep(form, row_values, cols[part.part.start], precisions)
 
         return swept(self.layout, [part for part, _ in found], pieces, precisions, outer)
+
+    def _check_ranks(self, col_values: Tensor, part: EigenPart, delta: Tensor) -> None:
+        """Each factor by its own rounding; counts of tokens, which stand for themselves, have none."""
+        if part.row_vectors is not None:
+            check_rank(self.eigen_rows[0], delta, "the output factor of a Kronecker block")
+        if part.col_vectors is not None:
+            check_rank(col_values, delta, "the input factor of a Kronecker block")
 
     def eigenparts(self, joint: bool) -> list[tuple[EigenPart, Tensor]]:
         """Eigenvectors and eigenvalues of the block, or (`joint=False`) of weight and bias apart, each with the

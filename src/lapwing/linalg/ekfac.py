@@ -36,6 +36,7 @@ from lapwing.linalg.psd import (
     check_positive,
     check_precisions,
     check_prior,
+    check_rank,
     check_scale,
     same_kind,
 )
@@ -164,6 +165,7 @@ class CorrectedKronecker(Curvature):
                 delta = joint_prior(deltas, last_entry(part.values[:, 0], part.col_vectors))
             parts.append(replace(part, values=part.values + delta))
             check_positive(parts[-1].values.detach(), "corrected Kronecker curvature + prior")
+            check_rank(part.values.flatten(1), delta, "a corrected Kronecker block", power=2)
         return KroneckerPrecision(self.layout, tuple(parts))
 
     def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
@@ -171,6 +173,7 @@ class CorrectedKronecker(Curvature):
         precisions, parts = check_precisions(precisions).to(self.columns[0].values), self._parts(self.columns)
         for part in parts:
             check_positive((part.values.min() + precisions.min()).detach(), "corrected Kronecker curvature + prior")
+            check_rank(part.values.flatten(1), precisions, "a corrected Kronecker block", power=2)
         return swept(self.layout, parts, pieces, precisions)
 
     def _parts(self, columns: Sequence[EigenColumns]) -> list[EigenPart]:

@@ -236,6 +236,24 @@ def check_positive(values: Tensor, what: str) -> None:
         )
 
 
+def check_rank(values: Float[Tensor, "*batch p"], delta: Tensor, what: str, power: int = 1) -> None:
+    """Where the prior is zero the curvature alone must have full rank, whatever sign rounding gives to its zeros.
+
+    An eigenvalue counts as zero up to `rounding` times the largest (to a `power`, where eigenvalues are sums of squares
+    of rotated rows): decided by the sign alone, half of all singular matrices would pass.
+    """
+    if bool((delta != 0).all()):
+        return
+    tolerance = rounding(values) ** power
+    largest, smallest = values.detach().amax(-1), values.detach().amin(-1)
+    if bool((smallest <= tolerance * largest).any()):
+        raise CurvatureError(
+            f"the prior precision is 0 and {what} is not positive definite without it: its eigenvalues go down to "
+            f"{float(smallest.min()):.3g}, which beside {float(largest.max()):.3g} is zero to rounding (a relative "
+            f"{tolerance:.2g}); expected full rank. Use a larger prior precision than 0."
+        )
+
+
 def eigh(matrix: Float[Tensor, "*batch p p"]) -> tuple[Float[Tensor, "*batch p"], Float[Tensor, "*batch p p"]]:
     """Eigenvalues and vectors, computed in float64 and returned in the dtype of the matrix; rounding clamped at zero.
 

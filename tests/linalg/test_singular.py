@@ -1,0 +1,84 @@
+"""A prior precision of zero: refused wherever the curvature is singular, in every structure and from every start."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lapwing.errors import CurvatureError
+from lapwing.laplace import Laplace
+from lapwing.laplace.face import CLASSES
+
+STRUCTURES = [structure for subset, structure in CLASSES if subset == "all" and "diag" not in structure]
+SEEDS = range(4)
+
+
+def network(dtype: torch.dtype, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", ["regression", "classification"])
+def test_a_singular_curvature_is_refused_from_every_start(likelihood: str, structure: str, dtype: torch.dtype) -> None:
+    """Fewer rows than parameters, or logits that may all be shifted: by the sign of rounding some passed."""
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        model = network(dtype, 3)
+        few = 2 if likelihood == "regression" else 40
+        x = torch.randn(few, 3, dtype=dtype)
+        y = torch.randint(3, (few,)) if likelihood == "classification" else torch.randn(few, 3, dtype=dtype)
+        la = Laplace(model, likelihood, "all", structure, prior_precision=0.0)
+        la.fit([(x, y)])
+        with pytest.raises(CurvatureError, match="prior precision"):
+            la(x)
+        with pytest.raises(CurvatureError, match="prior precision"):
+            la.optimize_prior_precision(
+                method="gridsearch", val_loader=[(x, y)], log_prior_prec_min=-400, log_prior_prec_max=0, grid_size=2
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_one_direction_that_the_data_do_not_see(structure: str, dtype: torch.dtype) -> None:
+    """Its eigenvalue is one rounding error, positive from every second start, and was then taken for curvature."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        x = torch.randn(30, 2, dtype=dtype)
+        x = torch.cat([x, x.sum(1, keepdim=True)], 1)
+        la = Laplace(nn.Linear(3, 1).to(dtype), "regression", "all", structure, prior_precision=0.0)
+        la.fit([(x, x[:, :1])])
+        with pytest.raises(CurvatureError, match="prior precision"):
+            la(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("structure", [each for each in STRUCTURES if each not in ("lowrank", "gp")])
+def test_a_definite_curvature_needs_no_prior(structure: str, dtype: torch.dtype) -> None:
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2).to(dtype)
+        x = torch.randn(40, 3, dtype=dtype)
+        la = Laplace(model, "regression", "all", structure, prior_precision=0.0)
+        la.fit([(x, torch.randn(40, 2, dtype=dtype))])
+        design = torch.cat([x, torch.ones(40, 1, dtype=dtype)], 1).double()
+        expected = (design @ torch.linalg.inv(design.mT @ design) * design).sum(1)
+        _, variance = la(x, diagonal_output=True)
+        torch.testing.assert_close(variance[:, 0].double(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("structure", ["full", "blocks", "kron", "ekfac"])
+def test_a_prior_on_some_layers_only(structure: str) -> None:
+    """Zero for the first layer, which two data points do not determine."""
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        model = network(torch.float64, 1)
+        x = torch.randn(2, 3, dtype=torch.float64)
+        la = Laplace(model, "regression", "all", structure)
+        la.fit([(x, x[:, :1])])
+        la.prior_precision = torch.tensor([0.0, 0.0, 1.0, 1.0])
+        with pytest.raises(CurvatureError, match="prior precision"):
+            la(x)
+        la.prior_precision = torch.tensor([1.0, 1.0, 1.0, 0.0])  # the last bias: one number, always determined
+        assert bool((la(x, diagonal_output=True)[1] > 0).all())
