@@ -25,7 +25,10 @@ from lapwing.params import ParamSpace
 
 @dataclass(frozen=True)
 class Problem:
-    """A model with one batch of data. `kron` is False where a Kronecker structure must refuse."""
+    """A model with one batch of data.
+
+    `exact` marks networks with parameters that form no Kronecker product; `kron` is False where that structure refuses.
+    """
 
     name: str
     row: str
@@ -34,6 +37,7 @@ class Problem:
     y: Tensor
     likelihood: Likelihood
     kron: bool = True
+    exact: bool = False
     select: dict[str, Any] | None = None
 
     @property
@@ -455,7 +459,7 @@ def bilinear():
     )
 
 
-@zoo("raw Parameter", kron=False)
+@zoo("raw Parameter", exact=True)
 def class_token():
     """A parameter concatenated with the data: no rule, the slow path."""
     return Net(
@@ -557,7 +561,7 @@ def mha_kdim_vdim():
     ), (randn(3, 2, 4), randn(3, 4, 3), randn(3, 4, 2))
 
 
-@zoo("nn.MultiheadAttention", kron=False)
+@zoo("nn.MultiheadAttention", exact=True)
 def mha_bias_kv():
     """Learned extra key and value: concatenated with the data, so without a rule."""
     return scrambled(
@@ -608,21 +612,21 @@ def transformer_decoder():
 # -- recurrent ------------------------------------------------------------------------------------------------------
 
 
-@zoo("LSTM / GRU", kron=False)
+@zoo("LSTM / GRU", exact=True)
 def lstm():
     return Net(lambda m, x: m.out(m.rnn(x)[0][:, -1]), rnn=nn.LSTM(2, 3, batch_first=True), out=nn.Linear(3, 2)), randn(
         4, 3, 2
     )
 
 
-@zoo("LSTM / GRU", kron=False)
+@zoo("LSTM / GRU", exact=True)
 def gru():
     """Time first, two layers, both directions."""
     rnn = nn.GRU(2, 1, num_layers=2, bidirectional=True)
     return Net(lambda m, x: m.out(m.rnn(x.transpose(0, 1))[0][-1]), rnn=rnn, out=nn.Linear(2, 2)), randn(3, 3, 2)
 
 
-@zoo("LSTM / GRU", kron=False)
+@zoo("LSTM / GRU", exact=True)
 def gru_cell():
     def body(m, x):
         h = x.new_zeros(len(x), 3)
@@ -853,7 +857,7 @@ def siamese():
     return Net(body, a=nn.Linear(3, 4), out=nn.Linear(4, 2)), (randn(3, 3), randn(3, 3))
 
 
-@zoo("samples elsewhere", kron=False)
+@zoo("samples elsewhere", exact=True)
 def one_by_one():
     """A Python loop over data points: no operation sees the batch."""
     return Net(
@@ -861,7 +865,7 @@ def one_by_one():
     ), randn(3, 3)
 
 
-@zoo("samples elsewhere", kron=False)
+@zoo("samples elsewhere", exact=True)
 def micro_batches():
     """The batch cut into parts within the forward pass."""
     return Net(
@@ -871,7 +875,7 @@ def micro_batches():
     ), randn(4, 3)
 
 
-@zoo("samples elsewhere", kron=False)
+@zoo("samples elsewhere", exact=True)
 def packed_tokens():
     """Only the tokens that are not padding, in one long axis."""
 

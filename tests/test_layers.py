@@ -1,8 +1,8 @@
 """The layer table: every architecture of the zoo in every structure, against brute force; never silently wrong.
 
 A row is (row of the table, name of the problem). `full`, `diagonal`, `blocks` and the Jacobian products equal the
-oracle to rounding; Kronecker structures either meet the explicit product of `kron_oracle` (test_kronecker_layers) or
-refuse with an error that names the parameter and the operation.
+oracle to rounding; Kronecker structures meet the explicit product of `kron_oracle` (test_kronecker), with exact blocks
+for parameters that form none, or refuse these on request with an error that names the parameter and the operation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unchanged import unchanged
 
 ROWS = [pytest.param(name, id=f"{problems.ROWS[name]}: {name}") for name in problems.NAMES]
 KRON = [row for row in ROWS if problems._OPTIONS[row.values[0]].get("kron", True)]
-REFUSED = [row for row in ROWS if row not in KRON]
+EXACT = [row for row in ROWS if problems._OPTIONS[row.values[0]].get("exact", False)]
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -125,22 +125,27 @@ def test_kron_runs_and_is_positive_semidefinite(name: str) -> None:
             assert not bool((dense.diagonal()[ggn.diagonal() > 1e-12] <= 0).any())
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_kron_refuses_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", EXACT)
+def test_parameters_without_factors_have_exact_blocks_or_are_refused_by_name(name: str) -> None:
     problem = problems.build(name)
-    expected = ParameterError if problem.select is not None else UnsupportedOperationError
-    with unchanged(problem.model), pytest.raises(expected) as caught:
-        estimate.kflr(tangent_of(problem), problem.likelihood, problem.batches)
+    _, ggn = truth(problem)
+    found = estimate.kflr(tangent_of(problem), problem.likelihood, problem.batches)
+    reasons = [block for block in found.blocks if block.reason]
+    assert reasons
+    for block in reasons:
+        where = block.segments.gather(torch.arange(problem.space.size))
+        close(block.curvature.dense(), ggn[where][:, where])
+    with unchanged(problem.model), pytest.raises(UnsupportedOperationError) as caught:
+        estimate.kflr(tangent_of(problem), problem.likelihood, problem.batches, on_unsupported="error")
     message = str(caught.value)
-    if problem.select is None:
-        assert any(f"'{parameter}'" in message for parameter in problem.space.names), message
-        assert "no Kronecker rule" in message
-        assert "requires_grad=False" in message
+    assert any(f"'{block.name}'" in message for block in reasons), message
+    assert "no Kronecker product" in message
+    assert "requires_grad=False" in message
 
 
-def test_recurrent_layers_are_named_in_the_refusal() -> None:
-    problem = problems.build("lstm")
-    with pytest.raises(UnsupportedOperationError, match=r"'rnn\.weight_ih_l0' is used by 'lstm'"):
+def test_parts_of_weights_are_refused() -> None:
+    problem = problems.build("selected_by_mask")
+    with unchanged(problem.model), pytest.raises(ParameterError, match="cuts through weights"):
         estimate.kflr(tangent_of(problem), problem.likelihood, problem.batches)
 
 

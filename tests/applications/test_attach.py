@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing
-from lapwing import DiagLaplace, FullLaplace, KronLaplace, Laplace, attach
+from lapwing import FullLaplace, KronLaplace, Laplace, attach
 from lapwing.applications.calibration import COVARIANCE, calibrate
 from lapwing.errors import DataError, OptionError, UnsupportedOperationError
 from lapwing.laplace.face import FULL_LIMIT
@@ -33,16 +33,16 @@ def classes(n: int, seed: int) -> list[tuple[Tensor, Tensor]]:
     return [(x, (y[:, 0] > 0).long() + (x[:, 0] > 1).long()) for x, y in regression(n, seed)]
 
 
-class Recurrent(nn.Module):
-    """An LSTM, whose weights no Kronecker rule covers, with more weights than a full matrix is kept for."""
+class Token(nn.Module):
+    """A parameter that forms no Kronecker product, and more weights than a full matrix is kept for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(2, 28, batch_first=True)
-        self.head = nn.Linear(28, 1)
+        self.token, self.body = nn.Parameter(torch.randn(2)), nn.Linear(4, 700)
+        self.head = nn.Linear(700, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x.unsqueeze(1))[0][:, -1])
+        return self.head(torch.tanh(self.body(torch.cat([x, self.token.expand(len(x), -1)], 1))))
 
 
 @pytest.mark.parametrize("task", ["regression", "classification"])
@@ -92,16 +92,19 @@ def test_the_structure_follows_the_size() -> None:
         Laplace(big, "regression", "all", "automatic")
 
 
-def test_variances_serve_where_kronecker_factors_are_refused() -> None:
-    model = Recurrent()
+def test_exact_blocks_serve_where_there_are_no_kronecker_factors() -> None:
+    model = Token()
     data = [(x.float(), y.float()) for x, y in regression(20, 0)]
     with unchanged(model):
         la = attach(model, iter(data), "regression")
-    assert type(la) is DiagLaplace
+    assert type(la) is KronLaplace
     assert la.n_data == 20
-    assert "Kronecker factors were refused" in la.choices[0]
-    with pytest.raises(UnsupportedOperationError):
-        attach(model, data, "regression", structure="kron")
+    assert la.choices[1] == la.exact_blocks
+    assert la.choices[1].startswith(
+        "Exact blocks instead of Kronecker factors: 'token' (dense), used by 'cat' in a way"
+    )
+    with pytest.raises(UnsupportedOperationError, match="'token'"):
+        attach(model, data, "regression", structure="kron", on_unsupported="error")
 
 
 def shrunk(la: lapwing.BaseLaplace, factor: float) -> None:

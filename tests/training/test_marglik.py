@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -280,24 +281,24 @@ def test_one_precision_per_weight_under_a_diagonal_curvature() -> None:
 
 
 def test_what_the_estimator_cannot_do_is_said_before_the_first_step() -> None:
-    """Not after a long burn-in: a prior that Kronecker factors cannot carry, a layer that they have no rule for."""
-    model, lstm = small(), nn.LSTM(1, 2, proj_size=1, batch_first=True).double()
+    """Not after a long burn-in: a prior that Kronecker factors cannot carry, a layer that is asked to be refused."""
+    model = small()
     before = ParamSpace.of(model).values(model)
     with pytest.raises(CurvatureError, match=r"prior precision differs within one weight.*per-tensor prior"):
         train(model, [curve()], Gaussian(), prior="diagonal", epochs=9, burn_in=8)
     assert torch.equal(ParamSpace.of(model).values(model), before)
 
-    class Recurrent(nn.Module):
+    class Token(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = lstm
+            self.token, self.out = nn.Parameter(torch.ones(1).double()), nn.Linear(2, 1).double()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)[0][:, -1]
+            return self.out(torch.cat([x, self.token.expand(len(x), 1)], 1))
 
-    x, y = curve()
-    with pytest.raises(UnsupportedOperationError, match=r"lstm.*no Kronecker rule"):
-        train(Recurrent(), [(x.unsqueeze(1), y)], Gaussian(), epochs=9, burn_in=8)
+    strict = partial(estimate.kflr, on_unsupported="error")
+    with pytest.raises(UnsupportedOperationError, match=r"'token' is used by 'cat'.*no Kronecker product"):
+        train(Token(), [curve()], Gaussian(), estimator=strict, epochs=9, burn_in=8)
 
 
 def counts() -> tuple[Tensor, Tensor]:

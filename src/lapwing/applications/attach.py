@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from lapwing.applications.calibration import calibrate
-from lapwing.errors import UnsupportedOperationError
-from lapwing.laplace import BaseLaplace, KronLaplace, Laplace
+from lapwing.laplace import BaseLaplace, Laplace
 from lapwing.likelihoods import Likelihood
 
 
@@ -41,8 +40,8 @@ def attach(
     """The posterior of a trained network: fitted, tuned, and calibrated where `val_loader` is given.
 
     `structure` is any `hessian_structure` of `Laplace`; "auto" keeps every covariance up to 3000 weights, Kronecker
-    factors beyond, and variances only where an operation of the network has no Kronecker factors. What was chosen, and
-    why, is in `la.choices`. Further options are those of the structure.
+    factors beyond; parameters that form no Kronecker product have exact blocks of their own. What was chosen, and why,
+    is in `la.choices`. Further options are those of the structure.
 
     >>> x = torch.linspace(-1, 1, 40).reshape(-1, 1)
     >>> model = nn.Linear(1, 1)
@@ -53,19 +52,14 @@ def attach(
     >>> round(float(la.sigma_noise), 2)                       # the sine has mean square 0.1^2 / 2
     0.07
     """
-    if isinstance(loader, Iterator):  # it may be needed twice
+    if isinstance(loader, Iterator):  # a structure may go through it twice
         loader = list(loader)
     la = Laplace(model, likelihood, subset_of_weights, structure, **options)
-    try:
-        la.fit(loader, progress_bar=progress_bar, generator=generator)
-    except UnsupportedOperationError as error:
-        if structure != "auto" or not isinstance(la, KronLaplace) or subset_of_weights != "all":
-            raise
-        la = Laplace(model, likelihood, subset_of_weights, "diag", **options)
-        la.fit(loader, progress_bar=progress_bar, generator=generator)
-        la.reason = f"diag: Kronecker factors were refused ({str(error).split(';')[0]})"
+    la.fit(loader, progress_bar=progress_bar, generator=generator)
     la.optimize_prior_precision(prior_structure=prior_structure, optimize_sigma_noise=la.has_noise)
-    said = [f"Structure: {la.reason or f'{la.structure}, as asked for'}.", _prior(la)]
+    said = [f"Structure: {la.reason or f'{la.structure}, as asked for'}."]
+    said += [la.exact_blocks] if la.exact_blocks else []
+    said.append(_prior(la))
     if la.has_noise:
         said.append(f"Noise: standard deviation {float(la.sigma_noise):.4g}, by the evidence.")
     said.append("Calibration: none, as no val_loader was given." if val_loader is None else calibrate(la, val_loader))

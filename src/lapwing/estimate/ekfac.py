@@ -26,16 +26,14 @@ import torch
 
 from lapwing.errors import ParameterError
 from lapwing.estimate.cotangents import Cotangents, exact
-from lapwing.estimate.diagonal import SquareSum
-from lapwing.estimate.factors import Accumulator, DenseVector, DiagonalVector, Known
-from lapwing.estimate.kronecker import KroneckerOptions, accumulate, collect, kflr, name_of
+from lapwing.estimate.factors import Accumulator, DiagonalVector, Known
+from lapwing.estimate.kronecker import KroneckerOptions, accumulate, collect, exact_block, kflr
 from lapwing.estimate.passes import Batches, pulled, repeated
-from lapwing.estimate.symmetric import SymmetricSum
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import (
+    Block,
     Blocks,
     CorrectedKronecker,
-    Curvature,
     Dense,
     DenseRows,
     Kronecker,
@@ -44,7 +42,7 @@ from lapwing.linalg import (
     Segments,
 )
 from lapwing.linalg.rotation import square_sums
-from lapwing.tangent import Tangent
+from lapwing.tangent import Linearisation, Tangent
 
 
 def ekfac(
@@ -63,29 +61,21 @@ def ekfac(
     cotangents are drawn afresh in the second pass: given the basis, L is then unbiased.
     """
     space = tangent.space
-    settings = KroneckerOptions.of(options, without=["factored_damping"])
-    blocks: dict[Segments, Accumulator]
+    KroneckerOptions.of(options, without=["factored_damping"])
     if basis is None:
         batches = repeated(batches)
-        found = kflr(tangent, likelihood, batches, cotangents=cotangents, generator=generator, **options).blocks
-        blocks = {block.segments: _second(block.segments, block.curvature) for block in found}
+        given = {"cotangents": cotangents, "generator": generator, **options}
+        found = kflr(tangent, likelihood, batches, **given)  # pyright: ignore[reportArgumentType]
+        blocks = {block.segments: _second(block) for block in found.blocks}
         del found  # the factors, of which only the eigenvectors are needed
     else:
         _check_basis(basis, tangent, options)
-        blocks = {block.segments: _only(block.segments, block.curvature, tangent) for block in basis.blocks}
+        blocks = {block.segments: _only(block, tangent) for block in basis.blocks}
 
-    def block_of(segments: Segments, group: Sequence[Piece]) -> Accumulator:
-        found = blocks.get(segments)
-        vectors = all(isinstance(piece, DenseRows) for piece in group)
-        if found is None or (isinstance(found, DiagonalVector) and not vectors):
-            raise ParameterError(
-                f"the basis has no eigenvectors for parameter '{name_of(segments, space)}', which the data use; "
-                "expected a basis from data that use every layer in the same way. Make it from more batches."
-            )
-        return found
+    def make(segments: Segments, group: Sequence[Piece], linearisation: Linearisation) -> Accumulator:
+        raise AssertionError("the blocks of the basis cover all parameters")
 
-    rows = pulled(tangent, likelihood, batches, cotangents, generator)
-    accumulate(rows, tangent, settings.dense_limit if basis is None else space.size, block_of)
+    accumulate(pulled(tangent, likelihood, batches, cotangents, generator), tangent, blocks, make)
     return collect(blocks, space)
 
 
@@ -110,22 +100,41 @@ class Corrected(Accumulator):
         return self.block.averaged()
 
 
-def _second(segments: Segments, curvature: Curvature) -> Accumulator:
-    if isinstance(curvature, Kronecker):
-        return Corrected.of(segments, CorrectedKronecker.of(curvature))
-    return Known(segments, curvature)
+@dataclass
+class Vector(DiagonalVector):
+    """The diagonal of a vector, which the basis of a weight that its data did not use looks like as well."""
+
+    name: str = ""
+
+    def add(self, pieces: list[Piece], first: bool) -> None:
+        if not all(isinstance(piece, DenseRows) for piece in pieces):
+            raise ParameterError(
+                f"the basis has no eigenvectors for parameter '{self.name}', which the data use; expected a basis from "
+                "data that use every layer. Make it from more batches."
+            )
+        super().add(pieces, first)
 
 
-def _only(segments: Segments, curvature: Curvature, tangent: Tangent) -> Accumulator:
+def _second(block: Block) -> Accumulator:
+    if isinstance(block.curvature, Kronecker):
+        return Corrected.of(block.segments, CorrectedKronecker.of(block.curvature))
+    found = Known(block.segments, block.curvature)
+    found.reason = block.reason
+    return found
+
+
+def _only(block: Block, tangent: Tangent) -> Accumulator:
     """A block in the basis of another curvature, from zero."""
+    segments, curvature = block.segments, block.curvature
     if isinstance(curvature, Kronecker):
         return Corrected.of(segments, CorrectedKronecker.of(curvature))
     if isinstance(curvature, CorrectedKronecker):
         return Corrected.of(segments, curvature)
-    zeros = torch.zeros(segments.size, dtype=tangent.space.dtype, device=tangent.space.device)
-    if isinstance(curvature, Dense):
-        return DenseVector(segments, SymmetricSum.zeros(segments.size, zeros, tangent.budget))
-    return DiagonalVector(segments, SquareSum(zeros, tangent.budget))
+    found = exact_block(segments, isinstance(curvature, Dense), tangent)
+    if isinstance(found, DiagonalVector) and not block.reason:
+        found = Vector(segments, found.total, block.name)
+    found.reason = block.reason
+    return found
 
 
 def _check_basis(basis: Blocks, tangent: Tangent, options: dict[str, str | int | bool]) -> None:

@@ -24,12 +24,15 @@ from lapwing.linalg import (
     Segments,
     Term,
 )
+from lapwing.linalg.rows import DEFAULT_BUDGET, assemble, chunks, rows_of
 
 
 class Accumulator(ABC):
     """A block in the making, over the entries `segments` of the flat vector."""
 
     segments: Segments
+    reason: str = ""
+    """Why a block is exact that others have factors for."""
 
     @abstractmethod
     def add(self, pieces: list[Piece], first: bool) -> None:
@@ -115,15 +118,18 @@ class Matrix(Accumulator):
     reduce: bool
     joint_bias: bool
     factored_damping: bool
+    budget: int = DEFAULT_BUDGET
     roles: dict[str, Sums] = field(default_factory=dict)
 
     def add(self, pieces: list[Piece], first: bool) -> None:
-        by_role: dict[str, list[Piece]] = {}
+        by_role: dict[str | None, list[Piece]] = {}
         for piece in pieces:
-            role = role_of(piece, self.layout)
-            assert role is not None, "the plan puts only such pieces here"
-            by_role.setdefault(role, []).append(piece)
+            by_role.setdefault(role_of(piece, self.layout), []).append(piece)
+        if None in by_role:
+            self._add_formed(pieces)
+            return
         for role, members in by_role.items():
+            assert role is not None
             if role == "lookup":
                 self._add_lookup(members, first)
             else:
@@ -149,6 +155,17 @@ class Matrix(Accumulator):
             assert isinstance(sums.inputs, GramSum)
             sums.inputs.add(right)
             sums.count += right.shape[0] * right.shape[1]
+
+    def _add_formed(self, pieces: list[Piece]) -> None:
+        """Rows that are no products: as matrices M, one more role with sum M M^T and sum M^T M (module `kronecker`)."""
+        layout, local = self.layout.moved(self.segments), [piece.moved(self.segments) for piece in pieces]
+        count, batch = rows_of(pieces[0])
+        for points in chunks(batch, 4 * 8 * count * self.segments.size, self.budget):
+            matrix = layout.gather(assemble(local, self.segments.size, points)).flatten(0, 1)  # [m, k, o, i]
+            sums = self._sums("formed", matrix, layout.width, layout.rows)
+            assert isinstance(sums.inputs, GramSum)
+            sums.inputs.add(matrix.transpose(1, 2))
+            sums.grads.add(matrix.permute(0, 3, 1, 2))
 
     def _side_by_side(self, role: str, members: list[Piece]) -> tuple[Tensor, Tensor]:
         """Left [R, n, t, k, o] and right [n, t, k, i] of all uses in one role, as further positions."""
@@ -183,6 +200,11 @@ class Matrix(Accumulator):
         inputs = sums.inputs if isinstance(sums.inputs, Tensor) else sums.inputs.matrix()
         grads = sums.grads.matrix()
         if role == "upright":
-            return Term(inputs, grads, sums.count)
+            return Term(inputs, grads, sums.count, role)
+        if role == "formed":
+            traces = grads.diagonal(dim1=1, dim2=2).sum(1)
+            total = float(traces.sum())
+            share = torch.where(traces > 0, total / traces, 1.0)  # each group has a trace of its own
+            return Term(inputs * share[:, None, None], grads, total, role)
         extra = self.layout.width - grads.shape[-1]  # this role does not use the bias
-        return Term(F.pad(grads, (0, extra, 0, extra)), inputs, sums.count)
+        return Term(F.pad(grads, (0, extra, 0, extra)), inputs, sums.count, role)

@@ -5,15 +5,19 @@ For N points with T positions that share the weight, a the inputs [a; 1] and g t
     expand   (1 / (N T)) (sum_nt a a^T) (x) (sum_nt g g^T)
     reduce   (1 / N) (sum_n a_n a_n^T) (x) (sum_n g_n g_n^T),  a_n the mean and g_n the sum over positions
 
-Uses of one weight in one role count as further positions. Vectors (norm scales, lone biases, PReLU, positional
-tables) get an exact dense block up to `dense_limit` entries and an exact diagonal beyond it; a table's input
-factor is diagonal. A parameter that reaches the data in no such way is an error that names it.
+Uses of one weight in one role count as further positions; a table's input factor is diagonal. Vectors (norm scales,
+lone biases, PReLU, positional tables), and every parameter that reaches the data in a way that forms no product, get an
+exact dense block up to `dense_limit` entries and an exact diagonal beyond it; `Block.reason` says why of the latter,
+and `on_unsupported="error"` refuses them.
+
+A parameter's block is decided by the first batch that uses it. Where a weight with factors meets rows of another form
+in a later batch, their matrices M enter as one more role, (sum M M^T) (x) (sum M^T M) / sum |M|^2, of exact trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -24,11 +28,24 @@ from lapwing.estimate.factors import Accumulator, DenseVector, DiagonalVector, M
 from lapwing.estimate.passes import Batches, Pulled, pulled
 from lapwing.estimate.symmetric import SymmetricSum
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Block, Blocks, DenseRows, Diagonal, LookupRows, MatrixLayout, OuterRows, Piece, Segments
-from lapwing.linalg.rows import connected
+from lapwing.linalg import (
+    Block,
+    Blocks,
+    Dense,
+    DenseRows,
+    Kronecker,
+    LookupRows,
+    MatrixLayout,
+    OuterRows,
+    Piece,
+    Segments,
+)
+from lapwing.linalg.blocks import covering
+from lapwing.linalg.rows import Segment, connected, spelled_out
 from lapwing.params import ParamSpace
 from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.probe import Probe
+from lapwing.tangent.record import Record
 
 
 @dataclass(frozen=True)
@@ -39,12 +56,15 @@ class KroneckerOptions:
     dense_limit: int = 1024
     joint_bias: bool = True
     factored_damping: bool = False
+    on_unsupported: str = "exact"
 
     def __post_init__(self) -> None:
         if self.sharing not in ("expand", "reduce"):
             raise ParameterError(f"unknown weight sharing {self.sharing!r}; expected 'expand' or 'reduce'.")
         if self.dense_limit < 0:
             raise ParameterError(f"dense_limit is {self.dense_limit}; expected a number of entries >= 0.")
+        if self.on_unsupported not in ("exact", "error"):
+            raise ParameterError(f"unknown on_unsupported {self.on_unsupported!r}; expected 'exact' or 'error'.")
 
     @staticmethod
     def of(options: Mapping[str, str | int | bool], without: Sequence[str] = ()) -> KroneckerOptions:
@@ -63,18 +83,21 @@ def kflr(
     *,
     cotangents: Cotangents = exact,
     generator: torch.Generator | None = None,
+    added_to: Blocks | None = None,
     **options: str | int | bool,
 ) -> Blocks:
-    """Kronecker factors with the exact output factor: one backward pass per column of the loss Hessian's root."""
+    """Kronecker factors with the exact output factor: one backward pass per column of the loss Hessian's root.
+
+    `added_to` is a curvature of other data, to which this one will be added: it takes the same blocks.
+    """
     settings = KroneckerOptions.of(options)
-    blocks: dict[Segments, Accumulator] = {}
+    blocks = {} if added_to is None else _same_blocks(added_to, settings, tangent)
 
-    def block_of(segments: Segments, group: Sequence[Piece]) -> Accumulator:
-        if segments not in blocks:
-            blocks[segments] = _accumulator(segments, group, settings, tangent)
-        return blocks[segments]
+    def make(segments: Segments, group: Sequence[Piece], linearisation: Linearisation) -> Accumulator:
+        return _accumulator(segments, group, linearisation, settings)
 
-    accumulate(pulled(tangent, likelihood, batches, cotangents, generator), tangent, settings.dense_limit, block_of)
+    rows = pulled(tangent, likelihood, batches, cotangents, generator)
+    accumulate(_without_opaque(rows) if settings.on_unsupported == "error" else rows, tangent, blocks, make)
     return collect(blocks, tangent.space)
 
 
@@ -85,29 +108,32 @@ def kfac(
     *,
     samples: int = 1,
     generator: torch.Generator | None = None,
+    added_to: Blocks | None = None,
     **options: str | int | bool,
 ) -> Blocks:
     """As `kflr`, with the output factor estimated from `samples` drawn targets per data point: as many passes."""
-    return kflr(tangent, likelihood, batches, cotangents=monte_carlo(samples), generator=generator, **options)
+    drawn = monte_carlo(samples)
+    return kflr(tangent, likelihood, batches, cotangents=drawn, generator=generator, added_to=added_to, **options)
 
 
-BlockOf = Callable[[Segments, Sequence[Piece]], Accumulator]
-"""The block over some parameters, given the pieces of a batch that belong to it."""
+Make = Callable[[Segments, Sequence[Piece], Linearisation], Accumulator]
+"""A new block over some parameters, given the pieces of a batch that belong to it."""
 
 
-def accumulate(rows: Iterable[Pulled], tangent: Tangent, dense_limit: int, block_of: BlockOf) -> None:
-    """One pass: every weight with its bias, and every other tensor, to the block that it forms."""
+def accumulate(rows: Iterable[Pulled], tangent: Tangent, blocks: dict[Segments, Accumulator], make: Make) -> None:
+    """One pass: every weight with its bias, and every other tensor, to the block that it forms.
+
+    The first batch that uses a parameter decides on its block, of `blocks` or made anew; later rows go there in
+    whichever form they come, so that batches may differ in the operations that use a parameter.
+    """
     check_whole(tangent.space)
     plans: dict[Probe, Plan] = {}
     for batch in rows:
         probe = batch.linearisation.probe
         if probe not in plans:
-            _check_structured(batch.linearisation, dense_limit)
-            plans[probe] = _plan(batch.pieces, block_of)
+            plans[probe] = _plan(batch, blocks, make)
         for block, members in plans[probe]:
-            block.add(
-                [batch.pieces[i] if part is None else batch.pieces[i].split()[part] for i, part in members], batch.first
-            )
+            block.add([member.of(batch.pieces) for member in members], batch.first)
 
 
 def check_whole(space: ParamSpace) -> None:
@@ -122,41 +148,89 @@ def check_whole(space: ParamSpace) -> None:
 # -- which parameters form a block ----------------------------------------------------------------------------------
 
 
-def _check_structured(linearisation: Linearisation, dense_limit: int) -> None:
-    record, space = linearisation.record, linearisation.space
-    for name in space.names:
-        if name in record.opaque:
-            raise UnsupportedOperationError(
-                f"parameter '{name}' is used by '{record.opaque[name]}', for which there is no Kronecker rule; "
-                "expected linear, matmul, einsum, convolution, normalisation, embedding or elementwise operations. Use "
-                "a full or diagonal structure, leave the parameter out (requires_grad=False or a smaller ParamSpace), "
-                "or add a rule (docs/extending.md)."
-            )
-        entries = space.shape(name).numel()
-        if name in record.derived and entries > dense_limit:
-            raise UnsupportedOperationError(
-                f"parameter '{name}' is turned into another tensor by '{record.derived[name]}' before it meets the "
-                f"data, so that its curvature is no Kronecker product, and its {entries} entries exceed the limit of "
-                f"{dense_limit} for a dense block. Raise dense_limit, or use a full or diagonal structure."
-            )
+@dataclass(frozen=True)
+class Member:
+    """A piece of a batch by its number, a part of it where one is split, and an interval of that where one is cut."""
+
+    number: int
+    part: int | None = None
+    interval: Segment | None = None
+
+    def of(self, pieces: Sequence[Piece]) -> Piece:
+        piece = pieces[self.number]
+        piece = piece if self.part is None else piece.split()[self.part]
+        if self.interval is None:
+            return piece
+        found = (piece if isinstance(piece, DenseRows) else spelled_out(piece)).cut(self.interval)
+        assert found is not None, "a piece is cut where it has entries"
+        return found
 
 
-Plan = list[tuple[Accumulator, list[tuple[int, int | None]]]]
-"""Which pieces (by number, and by part where one is split) go to which block: the same for every batch of a shape."""
+Plan = list[tuple[Accumulator, list[Member]]]
+"""Which pieces go to which block: the same for every batch of a shape."""
 
 
-def _plan(pieces: Sequence[Piece], block_of: BlockOf) -> Plan:
-    """A weight with its bias forms a block where only this weight uses the bias, else each tensor alone."""
-    where: dict[int, tuple[int, int | None]] = {id(piece): (i, None) for i, piece in enumerate(pieces)}
+def _plan(batch: Pulled, blocks: dict[Segments, Accumulator], make: Make) -> Plan:
+    """Pieces to the blocks there are. Of the others, a weight forms a block with a bias that it alone uses."""
+    assigned: dict[Segments, list[Member]] = {}
+    free: list[Member] = []
+    for number in range(len(batch.pieces)):
+        for home, member in _homes(Member(number), batch.pieces, list(blocks)):
+            if home is None:
+                free.append(member)
+            else:
+                assigned.setdefault(home, []).append(member)
+    for segments, members in _groups(free, batch.pieces):
+        blocks[segments] = make(segments, [member.of(batch.pieces) for member in members], batch.linearisation)
+        assigned[segments] = members
+    return [(blocks[segments], members) for segments, members in assigned.items()]
+
+
+def _homes(
+    member: Member, pieces: Sequence[Piece], blocks: Sequence[Segments]
+) -> Iterator[tuple[Segments | None, Member]]:
+    """The blocks that a piece belongs to, each with its part of the piece; None for parameters without a block."""
+    piece = member.of(pieces)
+    home = next((each for each in blocks if all(map(each.contains, piece.segments))), None)
+    touched = {interval: each for each in blocks for interval in each.intervals if _meets(interval, piece)}
+    if home is not None or not touched:
+        yield home, member
+        return
+    apart = piece.split()
+    if len(apart) > 1:
+        for part in range(len(apart)):
+            yield from _homes(replace(member, part=part), pieces, blocks)
+        return
+    ((at, stop),) = piece.segments
+    for interval in sorted(touched):
+        start, end = max(interval[0], at), min(interval[1], stop)
+        if at < start:
+            yield None, replace(member, interval=(at, start))
+        yield touched[interval], replace(member, interval=(start, end))
+        at = end
+    if at < stop:
+        yield None, replace(member, interval=(at, stop))
+
+
+def _meets(interval: Segment, piece: Piece) -> bool:
+    return any(interval[0] < stop and start < interval[1] for start, stop in piece.segments)
+
+
+def _groups(free: Sequence[Member], pieces: Sequence[Piece]) -> list[tuple[Segments, list[Member]]]:
+    """Pieces that share parameters: a weight with its bias where only this weight uses it, else each tensor alone."""
+    found = {id(piece): (member, piece) for member in free for piece in [member.of(pieces)]}
     groups = []
-    for segments, group in connected(pieces):
+    for segments, group in connected([piece for _, piece in found.values()]):
         if _is_matrix(group) or all(isinstance(piece, DenseRows) for piece in group):
             groups.append((segments, group))
             continue
-        apart = [(where[id(piece)][0], j, part) for piece in group for j, part in enumerate(piece.split())]
-        where |= {id(part): (i, j) for i, j, part in apart}
-        groups += connected([part for _, _, part in apart])
-    return [(block_of(segments, group), [where[id(piece)] for piece in group]) for segments, group in groups]
+        for member, piece in [found[id(piece)] for piece in group]:
+            parts = piece.split()
+            if len(parts) > 1:
+                found |= {id(part): (replace(member, part=j), part) for j, part in enumerate(parts)}
+                group = [each for each in group if each is not piece] + parts
+        groups += connected(group)
+    return [(segments, [found[id(piece)][0] for piece in group]) for segments, group in groups]
 
 
 def _is_matrix(group: Sequence[Piece]) -> bool:
@@ -182,32 +256,79 @@ def name_of(segments: Segments, space: ParamSpace) -> str:
 
 
 def _accumulator(
-    segments: Segments, group: Sequence[Piece], options: KroneckerOptions, tangent: Tangent
+    segments: Segments, group: Sequence[Piece], linearisation: Linearisation, options: KroneckerOptions
 ) -> Accumulator:
+    tangent = linearisation.tangent
     if _is_matrix(group):
         sharing = options.sharing == "reduce"
-        return Matrix(segments, _upright(group), sharing, options.joint_bias, options.factored_damping)
+        return Matrix(segments, _upright(group), sharing, options.joint_bias, options.factored_damping, tangent.budget)
+    name = name_of(segments, tangent.space)
+    why = _why_exact(name, group, linearisation.record)
+    if options.on_unsupported == "error" and why and segments.size > options.dense_limit:
+        raise UnsupportedOperationError(
+            f"parameter '{name}' is {why}, so that its curvature is no Kronecker product, and its {segments.size} "
+            f"entries exceed the limit of {options.dense_limit} for a dense block; expected a weight that meets the "
+            f"data itself, in one kind of operation, as on_unsupported is 'error'. {_REMEDY}."
+        )
+    found = exact_block(segments, segments.size <= options.dense_limit, tangent)
+    found.reason = why
+    return found
+
+
+def exact_block(segments: Segments, dense: bool, tangent: Tangent) -> DenseVector | DiagonalVector:
     zeros = torch.zeros(segments.size, dtype=tangent.space.dtype, device=tangent.space.device)
-    if segments.size <= options.dense_limit:
+    if dense:
         return DenseVector(segments, SymmetricSum.zeros(segments.size, zeros, tangent.budget))
-    if all(isinstance(piece, DenseRows) for piece in group):
-        return DiagonalVector(segments, SquareSum(zeros, tangent.budget))
-    raise UnsupportedOperationError(
-        f"parameter '{name_of(segments, tangent.space)}' is used by operations of different kinds, so that its "
-        f"curvature is no Kronecker product, and its {segments.size} entries exceed the limit of {options.dense_limit} "
-        "for a dense block. Raise dense_limit, or use a full or diagonal structure."
-    )
+    return DiagonalVector(segments, SquareSum(zeros, tangent.budget))
+
+
+def _why_exact(name: str, group: Sequence[Piece], record: Record) -> str:
+    """Why a parameter has no Kronecker factors; empty for one that is a vector to its operations."""
+    if name in record.opaque:
+        return f"used by '{record.opaque[name]}' in a way that forms no Kronecker product"
+    if name in record.derived:
+        return f"turned into another tensor by '{record.derived[name]}' before it meets the data"
+    return "" if all(isinstance(piece, DenseRows) for piece in group) else "used by operations of different kinds"
+
+
+_REMEDY = (
+    "Leave on_unsupported out, which gives the parameter an exact block; use a full or diagonal structure; or leave "
+    "the parameter out (requires_grad=False or a smaller ParamSpace)"
+)
+
+
+def _without_opaque(rows: Iterable[Pulled]) -> Iterator[Pulled]:
+    """Refuses parameters that no rule covers, in any batch: what `on_unsupported="error"` asks for."""
+    for batch in rows:
+        for name in batch.linearisation.record.opaque:
+            why = _why_exact(name, [], batch.linearisation.record)
+            raise UnsupportedOperationError(
+                f"parameter '{name}' is {why}; expected linear, matmul, einsum, convolution, normalisation, embedding "
+                "or elementwise operations that see all data points at once, as on_unsupported is 'error'. "
+                f"{_REMEDY}, or add a rule (docs/extending.md)."
+            )
+        yield batch
+
+
+def _same_blocks(found: Blocks, options: KroneckerOptions, tangent: Tangent) -> dict[Segments, Accumulator]:
+    """The blocks of another curvature, from zero; those of parameters that its data did not use are left open."""
+    blocks: dict[Segments, Accumulator] = {}
+    for block in found.blocks:
+        segments, curvature = block.segments, block.curvature
+        if isinstance(curvature, Kronecker):
+            layout, reduce = curvature.layout.placed(segments), options.sharing == "reduce"
+            damped = curvature.factored_damping
+            blocks[segments] = Matrix(segments, layout, reduce, curvature.joint_bias, damped, tangent.budget)
+        elif not block.empty:
+            blocks[segments] = exact_block(segments, isinstance(curvature, Dense), tangent)
+            blocks[segments].reason = block.reason
+    return blocks
 
 
 def collect(blocks: dict[Segments, Accumulator], space: ParamSpace) -> Blocks:
     """Blocks in parameter order; parameters that no operation used have zero curvature."""
-    found = [Block(name_of(segments, space), segments, layer.curvature()) for segments, layer in blocks.items()]
-    used = sorted(interval for segments in blocks for interval in segments.intervals)
-    at = 0
-    for start, stop in [*used, (space.size, space.size)]:
-        if start > at:
-            gap = Segments(((at, start),))
-            zeros = torch.zeros(start - at, dtype=space.dtype, device=space.device)
-            found.append(Block(name_of(gap, space), gap, Diagonal(zeros)))
-        at = stop
-    return Blocks(space.size, tuple(sorted(found, key=lambda block: block.segments.intervals[0])))
+    found = [
+        Block(name_of(segments, space), segments, layer.curvature(), layer.reason) for segments, layer in blocks.items()
+    ]
+    like = torch.zeros((), dtype=space.dtype, device=space.device)
+    return covering(space.size, found, like, lambda start: name_of(Segments(((start, start + 1),)), space))

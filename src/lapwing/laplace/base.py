@@ -23,7 +23,7 @@ from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
 from lapwing.laplace.data import Marks, Pairs, Seen, Tracked, evaluating
 from lapwing.laplace.hyper import Fitted
 from lapwing.laplace.options import choose
-from lapwing.laplace.structures import AnyTangent, recipe
+from lapwing.laplace.structures import AnyTangent, exceptions, recipe
 from lapwing.laplace.tasks import likelihood_of, noise_of
 from lapwing.laplace.weights import Weights, whole
 from lapwing.likelihoods import Likelihood
@@ -153,6 +153,11 @@ class BaseLaplace(Weights):
             self._fitted, self._posterior, self._marks = fitted, None, Marks.of(self.model)
         if checkpoint is not None:
             remove(checkpoint)
+
+    @property
+    def exact_blocks(self) -> str:
+        """Which parameters have an exact block although the others have Kronecker factors, and why; mostly empty."""
+        return exceptions(self.fitted.curvature)
 
     def _data(self, pairs: Pairs) -> Iterable[Any]:
         """The data that a fit sees: all, except where a class chooses a subset."""

@@ -80,7 +80,8 @@ def checkpointed(
         start = progress.batches
         segment = map(progress.draw, chain([first], islice(batches, every - 1)))
         try:
-            found = laplace.recipe(tangent, laplace.distribution, Watched(segment, _nothing, seen.saw), generator)
+            watched = Watched(segment, _nothing, seen.saw)
+            found = laplace.recipe(tangent, laplace.distribution, watched, generator, progress.total)
             progress.total = found if progress.total is None else progress.total + found
         except LapwingError as error:
             raise type(error)(f"from batch {start} on, counted from there: {error}") from error

@@ -85,7 +85,9 @@ class KronLaplace(ParametricLaplace):
     """One Kronecker product per layer. `damping=True` adds the prior to the factors (approximate) instead of exactly.
 
     Options: `bias` "joint" (weight and bias in one block, default) or "separate"; `sharing` "expand" or "reduce";
-    `dense_limit`, up to which vectors get a dense block.
+    `dense_limit` (1024 unless given), up to which vectors get a dense block, and a diagonal beyond; `on_unsupported`,
+    for parameters that form no Kronecker product: "exact" (default), blocks as for vectors, named in `exact_blocks`, or
+    "error".
     """
 
     structure: ClassVar[str] = "kron"

@@ -70,6 +70,13 @@ class PriorStructure(StrEnum):
     DIAG = "diag"
 
 
+class OnUnsupported(StrEnum):
+    """What a Kronecker structure does with parameters that form no Kronecker product: an exact block, or an error."""
+
+    EXACT = "exact"
+    ERROR = "error"
+
+
 class FeatureReduction(StrEnum):
     PICK_FIRST = "pick_first"
     PICK_LAST = "pick_last"

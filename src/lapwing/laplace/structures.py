@@ -22,9 +22,9 @@ from lapwing.estimate import last_layer
 from lapwing.estimate.cotangents import DISTRIBUTIONS
 from lapwing.estimate.cotangents import empirical as observed
 from lapwing.estimate.passes import Batches
-from lapwing.laplace.options import check_options, choose
+from lapwing.laplace.options import OnUnsupported, check_options, choose
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Curvature
+from lapwing.linalg import Blocks, Curvature, Diagonal
 from lapwing.tangent import Tangent
 from lapwing.tangent.features import FeatureTangent
 
@@ -51,14 +51,16 @@ _CLOSED: dict[str, Callable[..., Curvature]] = {
     "blocks": last_layer.blocks,
 }
 _OPTIONS: dict[str, tuple[str, ...]] = {
-    "kron": ("sharing", "dense_limit", "joint_bias", "factored_damping"),
-    "ekfac": ("sharing", "dense_limit", "joint_bias"),
+    "kron": ("sharing", "dense_limit", "joint_bias", "factored_damping", "on_unsupported"),
+    "ekfac": ("sharing", "dense_limit", "joint_bias", "on_unsupported"),
     "mixed_diag": ("columns", "exact_bottleneck"),
     "blocks": ("by",),
     "lowrank": ("rank",),
     "gp": ("limit",),
 }
 _HESSIAN = {"full": "full", "diag": "diagonal", "blocks": "blocks"}
+FEW = 4
+"""Names that a sentence lists."""
 CLOSED_FORM = frozenset(_CLOSED)
 """Structures with a closed form for the last layer; the others use the general estimators on its parameters."""
 
@@ -76,6 +78,8 @@ class Recipe:
     def __post_init__(self) -> None:
         choose(self.source, SOURCES, "estimator")
         check_options(self.options, _OPTIONS.get(self.structure, ()), f"option of the structure {self.structure!r}:")
+        if "on_unsupported" in self.options:
+            choose(self.options["on_unsupported"], OnUnsupported, "on_unsupported")
         if self.source == "hessian" and self.structure not in _HESSIAN:
             raise OptionError(
                 f"the exact Hessian has no {self.structure!r} structure; expected one of {sorted(_HESSIAN)}. Use "
@@ -95,14 +99,18 @@ class Recipe:
         generator: torch.Generator | None,
         added_to: Curvature | None = None,
     ) -> Curvature:
-        """The curvature of the data; `added_to` is what it will be added to, whose eigenbasis an ekfac then takes."""
+        """The curvature of the data; `added_to` is what it will be added to: kron takes its blocks, ekfac its basis."""
         if self.source == "hessian":
             assert isinstance(tangent, Tangent)  # a last layer is then linearised like any other parameters
             return estimate.hessian(tangent, likelihood, batches, structure=_HESSIAN[self.structure])
         table = _CLOSED if isinstance(tangent, FeatureTangent) else _GENERAL
-        options = {"basis": added_to} if self.structure == "ekfac" and added_to is not None else self.options
         # of a last layer alone the recursion is its start, the exact mean
         recursive = self.source == "recursive" and table is _GENERAL
+        options = self.options
+        if added_to is not None and self.structure == "ekfac":
+            options = {"basis": added_to}
+        elif added_to is not None and self.structure == "kron" and table is _GENERAL and not recursive:
+            options = {**options, "added_to": added_to}
         estimator = partial(estimate.kfra if recursive else table[self.structure], **options)
         return estimator(tangent, likelihood, batches, cotangents=self._cotangents(), generator=generator)
 
@@ -148,6 +156,20 @@ def recipe(
         )
     distribution = choose(distribution or DISTRIBUTIONS[0], DISTRIBUTIONS, "distribution")
     return Recipe(structure, "mc" if stochastic else source, draws, merged, distribution)
+
+
+def exceptions(curvature: Curvature) -> str:
+    """One line: the blocks that are exact where the others are Kronecker products, by their reason."""
+    found: dict[str, list[str]] = {}
+    for block in curvature.blocks if isinstance(curvature, Blocks) else ():
+        if block.reason:
+            kind = "diagonal" if isinstance(block.curvature, Diagonal) else "dense"
+            found.setdefault(block.reason, []).append(f"'{block.name}' ({kind})")
+    said = []
+    for reason, names in found.items():
+        more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+        said.append(f"{', '.join(names[:FEW])}{more}, {reason}")
+    return f"Exact blocks instead of Kronecker factors: {'; '.join(said)}." if said else ""
 
 
 def _source(estimator: str | None, backend: type | None) -> str:

@@ -5,26 +5,37 @@ Every operation is the blocks' own; memory and cost are their sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.psd import Curvature, Precision, check_prior, same_kind
 from lapwing.linalg.rows import Piece, Segments, route
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A curvature in the local coordinates of `segments`; `name` is for people."""
+    """A curvature in the local coordinates of `segments`; `name` is for people.
+
+    `reason` says why a block has the structure it has, where the others have another.
+    """
 
     name: str
     segments: Segments
     curvature: Curvature
+    reason: str = ""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no data have reached these parameters."""
+        return isinstance(self.curvature, Diagonal) and not bool(self.curvature.values.any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,14 +66,29 @@ class Blocks(Curvature):
         return self.params
 
     def __add__(self, other: Curvature) -> Blocks:
+        """Block by block; parameters that the data of one of the two did not reach have the blocks of the other."""
         other = same_kind(self, other)
-        if [b.segments for b in self.blocks] != [b.segments for b in other.blocks]:
+        found = {block.segments: block for block in self.blocks}
+        if list(found) != [block.segments for block in other.blocks]:
+            found = {segments: block for segments, block in found.items() if not block.empty}
+        for block in other.blocks:
+            ours = found.get(block.segments)
+            if ours is not None:
+                total = ours.curvature + block.curvature
+                found[block.segments] = replace(ours, curvature=total, reason=ours.reason or block.reason)
+            elif not block.empty:
+                found[block.segments] = block
+        taken = sorted(interval for segments in found for interval in segments.intervals)
+        if any(stop > start for (_, stop), (start, _) in pairwise(taken)):
             raise CurvatureError("cannot add block-diagonal curvatures with different blocks; fit both the same way.")
-        pairs = zip(self.blocks, other.blocks, strict=True)
-        return Blocks(self.size, tuple(Block(a.name, a.segments, a.curvature + b.curvature) for a, b in pairs))
+        like = self.blocks[0].curvature.diagonal()
+        return covering(self.size, list(found.values()), like, self._name_at)
+
+    def _name_at(self, position: int) -> str:
+        return next(block.name for block in self.blocks if block.segments.contains((position, position + 1)))
 
     def __mul__(self, scale: float | int | Tensor) -> Blocks:
-        return Blocks(self.size, tuple(Block(b.name, b.segments, b.curvature * scale) for b in self.blocks))
+        return Blocks(self.size, tuple(replace(b, curvature=b.curvature * scale) for b in self.blocks))
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         out = torch.empty_like(v)
@@ -141,6 +167,17 @@ class BlocksPrecision(Precision):
     def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
         assigned = _assigned(pieces, [segments for segments, _ in self.parts])
         return _sum(self.parts[i][1].squares(local) for i, local in assigned)
+
+
+def covering(size: int, found: Sequence[Block], like: Tensor, name: Callable[[int], str]) -> Blocks:
+    """Blocks in parameter order; parameters in none of them have zero curvature, and a name by where they start."""
+    blocks, at = list(found), 0
+    used = sorted(interval for block in found for interval in block.segments.intervals)
+    for start, stop in [*used, (size, size)]:
+        if start > at:
+            blocks.append(Block(name(at), Segments(((at, start),)), Diagonal(like.new_zeros(start - at))))
+        at = stop
+    return Blocks(size, tuple(sorted(blocks, key=lambda block: block.segments.intervals[0])))
 
 
 def _assigned(pieces: Sequence[Piece], places: Sequence[Segments]) -> list[tuple[int, list[Piece]]]:

@@ -26,6 +26,7 @@ from lapwing.errors import CurvatureError
 from lapwing.linalg.factors import (
     Factor,
     Term,
+    add_terms,
     apply,
     block_priors,
     column_parts,
@@ -84,18 +85,12 @@ class Kronecker(Curvature):
                 f"cannot add a Kronecker block with layout {other.layout} to one with {self.layout}; expected the same "
                 "weight, used the same way. Fit both with one estimator and one model."
             )
-        if len(self.terms) != len(other.terms):
-            raise CurvatureError(
-                f"cannot add {len(other.terms)} Kronecker terms to {len(self.terms)}; expected a weight in the same "
-                "roles. Fit both with one estimator and one model."
-            )
         if (self.joint_bias, self.factored_damping) != (other.joint_bias, other.factored_damping):
             raise CurvatureError(
                 "cannot add Kronecker blocks that differ in joint_bias or factored_damping; expected the same. Fit "
                 "both with the same options."
             )
-        terms = tuple(a + b for a, b in zip(self.terms, other.terms, strict=True))
-        return replace(self, terms=terms, multiple=None)
+        return replace(self, terms=add_terms(self.terms, other.terms), multiple=None)
 
     def __mul__(self, scale: float | int | Tensor) -> Kronecker:
         scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
@@ -107,7 +102,7 @@ class Kronecker(Curvature):
         """A and G with the curvature G (x) A: the count is divided out of A."""
         if len(self.terms) == 1:
             (term,) = self.terms
-            return term.cols / max(term.count, 1), term.rows
+            return term.cols * term.share, term.rows
         return nearest_kronecker(self.terms)
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:

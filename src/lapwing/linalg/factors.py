@@ -27,9 +27,31 @@ class Term:
     cols: Factor
     rows: Factor
     count: float
+    role: str = "upright"
 
     def __add__(self, other: Term) -> Term:
-        return Term(_add(self.cols, other.cols), _add(self.rows, other.rows), self.count + other.count)
+        return Term(_add(self.cols, other.cols), _add(self.rows, other.rows), self.count + other.count, self.role)
+
+    @property
+    def share(self) -> float:
+        """1 / count; a role without data has no curvature, and any number will do."""
+        return 1 / self.count if self.count > 0 else 1.0
+
+
+def add_terms(ours: Sequence[Term], theirs: Sequence[Term]) -> tuple[Term, ...]:
+    """Terms of one role added; a role that one of the two data sets alone has is kept."""
+    roles = [[term.role for term in terms] for terms in (ours, theirs)]
+    if roles[0] == roles[1]:
+        return tuple(a + b for a, b in zip(ours, theirs, strict=True))
+    if any(len(set(each)) < len(each) for each in roles):
+        raise CurvatureError(
+            f"cannot add {len(theirs)} Kronecker terms to {len(ours)} that have no roles of their own; expected a "
+            "weight in the same roles. Fit both with one estimator and one model."
+        )
+    found = {term.role: term for term in ours}
+    for term in theirs:
+        found[term.role] = found[term.role] + term if term.role in found else term
+    return tuple(found[role] for role in sorted(found))
 
 
 def nearest_kronecker(terms: Sequence[Term]) -> tuple[Factor, Factor]:
@@ -41,7 +63,7 @@ def nearest_kronecker(terms: Sequence[Term]) -> tuple[Factor, Factor]:
     are not negative for PSD matrices, so that |x| is a solution where x is, and the factors are PSD.
     """
     cols, rows = _same_form([term.cols for term in terms]), _same_form([term.rows for term in terms])
-    share = torch.tensor([1 / max(term.count, 1) for term in terms], dtype=torch.float64, device=rows.device)
+    share = torch.tensor([term.share for term in terms], dtype=torch.float64, device=rows.device)
     col_gram = torch.einsum("i k d, j k d -> k i j", cols.flatten(2).double(), cols.flatten(2).double())
     row_gram = torch.einsum("i k d, j k d -> k i j", rows.flatten(2).double(), rows.flatten(2).double())
     weighted = share[:, None] * col_gram * share  # D C D

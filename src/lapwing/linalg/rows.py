@@ -67,6 +67,14 @@ class Segments:
             at += stop - start
         raise IndexError(f"position {position} lies in none of {self.intervals}")
 
+    def flat(self, local: int) -> int:
+        """Where a local position lies in the flat vector."""
+        for start, stop in self.intervals:
+            if local < stop - start:
+                return start + local
+            local -= stop - start
+        raise IndexError(f"local position {local} lies beyond {self.intervals}")
+
 
 def merge_segments(segments: Sequence[Segment]) -> Segments:
     """The union of intervals, as sorted disjoint ones."""
@@ -128,6 +136,10 @@ class MatrixLayout:
     def moved(self, to: Segments) -> MatrixLayout:
         """The same layout in the local coordinates of `to`."""
         return replace(self, start=to.local(self.start), bias=None if self.bias is None else to.local(self.bias))
+
+    def placed(self, at: Segments) -> MatrixLayout:
+        """A layout in the local coordinates of `at`, in flat ones."""
+        return replace(self, start=at.flat(self.start), bias=None if self.bias is None else at.flat(self.bias))
 
 
 def contract(
