@@ -18,6 +18,7 @@ from lapwing.applications.columns import as_days, as_numbers, infer
 from lapwing.applications.fitting import fit_table
 from lapwing.applications.network import Spec
 from lapwing.applications.reading import open_table
+from lapwing.applications.report.tables import report_table
 from lapwing.applications.table import Column, Notes
 from lapwing.applications.targets import choose_task
 from lapwing.errors import DataError, LapwingWarning
@@ -244,6 +245,47 @@ def test_new_kinds_of_values_at_prediction() -> None:
     assert "values of 'c' are new" in notes
 
 
+def test_a_value_that_is_unknown_is_no_confident_average(tmp_path: Path) -> None:
+    """a has the largest part in y, and was complete in training: without it, little is known of y."""
+    frame = good().assign(y=lambda given: 3 * given["a"] + 0.1 * given["b"])
+    bundle = fit_table(frame, "y", epochs=40, spec=SMALL, noise="constant")
+    garbage = ["inf", -np.inf, "1e149", "nonsense", "", None, "1e90"]
+    new = good(10).astype({"a": object})
+    new.loc[:6, "a"] = garbage
+    found = bundle.predict(new)
+    assert found["ood"].tolist()[:7] == [True] * 7
+    spread, unknown = 3 * frame["a"].std(), found.iloc[:6]
+    assert unknown["sd_epistemic"].between(0.6 * spread, 1.6 * spread).all()
+    assert (unknown["lower_90"] < frame["y"].quantile(0.2)).all()
+    assert (unknown["upper_90"] > frame["y"].quantile(0.8)).all()
+    pd.testing.assert_frame_equal(found.iloc[7:], bundle.predict(good(10).iloc[7:]))
+    notes = " ".join(found.attrs["notes"])
+    assert "4 values of 'a' cannot be read as a number: taken as unknown" in notes
+    assert "2 values of 'a' are missing, which none were in training: unknown" in notes
+    bundle.save(tmp_path / "m")
+    pd.testing.assert_frame_equal(Bundle.load(tmp_path / "m").predict(new), found)
+    figures = report_table(bundle, pd.concat([frame.astype({"a": object}), new]), tmp_path / "r.html")
+    assert figures["rows"] == 110
+
+
+def test_a_class_that_hangs_on_an_unknown_value_is_not_sure() -> None:
+    frame = good().assign(y=lambda given: np.where(given["a"] > 0, "up", "down"))
+    bundle = fit_table(frame, "y", epochs=40, spec=SMALL)
+    new = frame.iloc[:20].astype({"a": object}).assign(a="?")
+    found = bundle.predict(new)
+    share = (frame["y"] == "up").mean()
+    assert found["ood"].all()
+    np.testing.assert_allclose(found["p_up"], share, atol=0.25)
+    np.testing.assert_allclose(found["p_up"] + found["p_down"], 1)
+
+
+def test_a_column_far_from_zero_is_learnt_from() -> None:
+    frame = good()
+    plain, moved = fit(frame), fit(frame.assign(a=1e12 + (frame["a"] * 1024).round() / 1024))
+    assert len(moved.encoder.inputs) == len(plain.encoder.inputs)
+    assert moved.summary.rows[1].rmse == pytest.approx(plain.summary.rows[1].rmse, rel=0.05)
+
+
 def test_a_huge_offset_and_a_tiny_spread() -> None:
     frame = good()
     frame = frame.assign(a=1e9 + frame["a"], y=1e6 + 1e-3 * frame["y"])
@@ -324,7 +366,7 @@ def test_dates_are_read_as_iso_too_and_else_the_form_is_said() -> None:
     np.testing.assert_array_equal(as_days(dates, "%d.%m.%Y"), [1, 2, np.nan])
     notes = Notes()
     Column("d", "date", "", "%d.%m.%Y", (0.0,) * 3, (1.0,) * 3, indicator=True).encode(dates, notes)
-    assert notes.listed() == ["1 values of 'd' cannot be read as a date such as 31.12.2020: taken as missing."]
+    assert notes.listed() == ["1 values of 'd' cannot be read as a date such as 31.12.2020: taken as unknown."]
 
 
 def test_a_blank_line_of_a_single_column_is_a_row(tmp_path: Path) -> None:

@@ -88,6 +88,20 @@ def test_scaling_the_data_scales_the_answer() -> None:
     assert second.log_marginal_likelihood_ == pytest.approx(first.log_marginal_likelihood_ - shift, rel=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e200, 1e300])
+def test_no_scale_is_too_large_or_small(scale: float) -> None:
+    X, y = line()
+    made = LaplaceRegressor(**SMALL | {"epochs": 3})
+    mean, std = made.fit(X, y).predict(X, return_std=True)
+    for given, factor in ((X, scale), (scale * X, 1.0)):
+        found = made.fit(given, factor * y).predict(given, return_std=True)
+        np.testing.assert_allclose(found[0] / factor, mean, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(found[1] / factor, std, rtol=1e-6)
+    far = 1e12 + (X * 1024).round() / 1024
+    moved = made.fit(far, y).predict(far)
+    np.testing.assert_allclose(moved, made.fit(far - 1e12, y).predict(far - 1e12), rtol=1e-3, atol=1e-3)
+
+
 def test_several_targets() -> None:
     X, y = line()
     Y = np.stack([y, -10 * y], 1)

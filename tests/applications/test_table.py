@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -169,7 +170,9 @@ def test_rare_and_new_levels_are_other() -> None:
     assert encoder.inputs == ["c=x", "c=y", "c=other", "n"]
     notes = Notes()
     x = encoder(pd.DataFrame({"c": ["y", "once", "new", None], "n": [1, 2, 3, 4]}), notes)
-    assert x[:, :3].tolist() == [[0, 1, 0], [0, 0, 1], [0, 0, 1], [0, 0, 1]]
+    assert x[:3, :3].tolist() == [[0, 1, 0], [0, 0, 1], [0, 0, 1]]
+    assert bool(x[3, :3].isnan().all())  # no level at all is not one of the rare ones
+    assert encoder.strange(x).tolist() == [False, False, False, True]
     said = " ".join(notes.listed())
     assert "1 values of 'c' are new (such as 'new')" in said
     assert "missing, which none were in training" in said
@@ -197,15 +200,58 @@ def test_dates_become_days_and_the_place_in_the_year() -> None:
     assert torch.equal(encoder(typed).double(), x)
 
 
-def test_extreme_and_unreadable_values_are_held_and_noted() -> None:
+def test_extreme_values_are_held_unreadable_ones_unknown_and_both_noted() -> None:
     encoder = learned(pd.DataFrame({"a": np.arange(10.0)}))
     notes = Notes()
     x = encoder(pd.DataFrame({"a": ["1e90", "-1e90", "word", "inf", "5"]}), notes)
     assert x[:2, 0].tolist() == [FARTHEST, -FARTHEST]
-    assert x[2:4, 0].tolist() == [0, 0]
-    assert bool(torch.isfinite(x).all())
+    assert x[:, 0].isnan().tolist() == [False, False, True, True, False]
+    assert encoder.strange(x).tolist() == [True, True, True, True, False]
     assert any("extremely far" in note for note in notes.listed())
     assert any("cannot be read as a number" in note for note in notes.listed())
+
+
+def test_an_unknown_value_may_be_any_of_training_and_goes_with_others_of_its_row() -> None:
+    n = np.arange(1000.0)
+    frame = pd.DataFrame({"a": n, "b": -n, "c": np.where(n % 2, "odd", "even"), "d": np.where(n % 10, n, np.nan)})
+    encoder = learned(frame, 100)
+    assert np.shape(encoder.examples) == (32, len(encoder.inputs))
+    assert encoder.inputs == ["a", "b", "c=even", "c=odd", "c=other", "d", "d is missing"]
+    drawn = torch.tensor(encoder.examples).double()
+    assert bool(drawn.isfinite().all())
+    assert float(drawn[:, 0].mean().abs()) < 4 / 32**0.5
+    x = encoder(pd.DataFrame({"a": ["?", "1", "x"], "b": [None, 1, 1], "c": ["odd", "new", None], "d": ["", "1", "x"]}))
+    # an empty cell is a case of training where there were some; a word in its place is not
+    assert x.isnan().any(0).tolist() == [True] * 7
+    assert x[:, 5].isnan().tolist() == [False, False, True]
+    assert encoder.strange(x).tolist() == [True, True, True]  # a level is new where training had no rare one
+    versions = encoder.versions(x)
+    assert versions.shape == (3, 32, 7)
+    assert bool(versions.isfinite().all())
+    torch.testing.assert_close(versions[0, :, 0], -versions[0, :, 1])
+    assert bool((versions[0, :, 2:5] == torch.tensor([0.0, 1.0, 0.0])).all())
+    assert bool((versions[1] == x[1]).all())
+    assert bool((versions[2, :, 2:5].sum(1) == 1).all())
+
+
+def test_examples_do_not_depend_on_chunks() -> None:
+    frame = pd.DataFrame({"a": np.arange(500.0)})
+    kinds = infer(open_table(frame).chunks())
+    found = []
+    for size in (7, 100, 10_000):
+        table = open_table(frame)
+        found.append(learn(replace(table, read=lambda c, t, _, read=table.read, size=size: read(c, t, size)), kinds))
+    assert found[0].examples == found[1].examples == found[2].examples
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e12, -1e15])
+def test_an_offset_does_not_hide_what_varies(offset: float) -> None:
+    frame = pd.DataFrame({"a": offset + np.arange(200.0), "b": offset + 0.1, "n": range(200)})
+    encoder = learned(frame)
+    assert encoder.inputs == ["a", "n"]
+    x = encoder(frame)
+    torch.testing.assert_close(x[:, 0], x[:, 1], rtol=1e-6, atol=1e-6)
+    assert Moments.none(1).deviation().tolist() == [0.0]
 
 
 def test_an_encoder_is_json() -> None:
@@ -215,6 +261,7 @@ def test_an_encoder_is_json() -> None:
     encoder = learned(frame)
     again = Encoder.from_dict(json.loads(json.dumps(encoder.to_dict())))
     assert again.columns == encoder.columns
+    assert again.examples == encoder.examples
     assert torch.equal(again(frame), encoder(frame))
 
 

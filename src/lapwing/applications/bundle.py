@@ -6,10 +6,13 @@
 Amounts have the columns
 
     mean, sd                          of the predictive distribution: sd^2 = sd_epistemic^2 + sd_noise^2
-    sd_epistemic, sd_noise            what more data would settle; what it would not, which may vary from row to row
+    sd_epistemic, sd_noise            what more data would settle; what it would not, which may vary from row to row.
+                                      Where a value of the row is unknown (see `lapwing.applications.table`), the
+                                      former holds what it leaves open
     lower_90, upper_90                the Bayesian interval: 90 % probable, if the model is right
     conformal_lower_90, ...upper_90   the split-conformal one: holds for 90 % of new rows from the same source
-    ood                               unlike the data: sd_epistemic above `bundle.ood.threshold`
+    ood                               unlike the data: sd_epistemic above `bundle.ood.threshold`, or a value that is
+                                      unknown, extremely far from those in training, or of a new level
 
 Where the noise varies and a row is so far from the data that nothing is known of it, sd may be infinite. Classes have
 prediction, p_<class>, entropy (in nats), sd_epistemic (of the logits), prediction_set (conformal), ood.
@@ -18,8 +21,8 @@ Tables are read in chunks; memory is that of one chunk, and of the predictions u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import log
 from pathlib import Path
@@ -28,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lapwing.applications import scoring
@@ -55,10 +58,24 @@ SMALLEST = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Raw:
-    """What the network says of n rows, as it is trained, and the variance of that; amounts are standardised."""
+    """What the network says of n rows, as it is trained, and the variance of that; amounts are standardised.
+
+    Where a value of a row is unknown, it is the mean over what it may have been, and the variance that of the mixture.
+    """
 
     value: Float[Tensor, "n outputs"]
     variance: Float[Tensor, "n outputs"]
+    strange: Bool[Tensor, " n"]
+    """Rows of which the table alone says that they are unlike the data."""
+    plain: Float[Tensor, "n outputs"]
+    """Softmax of the outputs: probabilities of the network alone, for classes."""
+    probable: Float[Tensor, "n outputs"]
+    """Probabilities of the posterior, for classes."""
+
+    @staticmethod
+    def joined(parts: Sequence[Raw]) -> Raw:
+        """One after the other; at least one."""
+        return Raw(*(torch.cat([getattr(part, each.name) for part in parts]) for each in fields(Raw)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,14 +160,35 @@ class Bundle:
             yield frame, self.encoder(frame, notes)
 
     def raw(self, x: Float[Tensor, "rows inputs"]) -> Raw:
-        """Outputs of the network and their variances under the posterior, a batch at a time."""
-        values, variances = [], []
-        with torch.no_grad():
-            for part in x.split(self.batch):
-                linear = self.la.linearise(part)
-                values.append(linear.value)
-                variances.append(self.la.posterior.precision.variances(linear).reshape(linear.value.shape))
-        return Raw(torch.cat(values).double(), torch.cat(variances).double().clamp_min(0))
+        """Outputs of the network and their variances under the posterior, a batch at a time.
+
+        A row with unknown values costs as much as `EXAMPLES` others.
+        """
+        unknown = x.isnan().any(1)
+        found = torch.empty(4, len(x), self.la.n_outputs, dtype=torch.float64)
+        if not bool(unknown.all()):
+            found[:, ~unknown] = torch.cat([self._said(part) for part in x[~unknown].split(self.batch)], 1)
+        if bool(unknown.any()):
+            parts = x[unknown].split(max(1, self.batch // len(self.encoder.examples)))
+            found[:, unknown] = torch.cat([self._said_of_any(part) for part in parts], 1)
+        value, variance, plain, probable = found
+        return Raw(value, variance, self.encoder.strange(x), plain, probable)
+
+    @torch.no_grad()
+    def _said(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "4 rows outputs"]:
+        """Outputs, variances, and as probabilities of the network and of the posterior."""
+        linear = self.la.linearise(x)
+        value = linear.value.double()
+        variance = self.la.posterior.precision.variances(linear).reshape(value.shape).double().clamp_min(0)
+        return torch.stack([value, variance, value.softmax(1), probit(value, variance)])
+
+    def _said_of_any(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "4 rows outputs"]:
+        """The same on average over what unknown inputs may be; how much that matters adds to the variance."""
+        versions = self.encoder.versions(x)
+        found = self._said(versions.flatten(0, 1)).unflatten(1, versions.shape[:2])
+        mean = found.mean(2)
+        mean[1] += found[0].var(1)
+        return mean
 
     def amounts(self, raw: Raw) -> Amounts:
         """Predictions of the posterior, in the unit of the target."""
@@ -170,7 +208,11 @@ class Bundle:
         return self.amounts(raw).epistemic if self.task == "regression" else raw.variance.mean(1).sqrt()
 
     def probabilities(self, raw: Raw) -> Float[Tensor, "rows classes"]:
-        return probit(raw.value, raw.variance)
+        return raw.probable
+
+    def flags(self, raw: Raw) -> Bool[Tensor, " rows"]:
+        """Rows that are unlike the data."""
+        return (self.familiarity(raw) > self.ood.threshold) | raw.strange
 
     def frame(self, raw: Raw, level: float = 0.9, index: Any = None) -> Frame:
         """Predictions as a table."""
@@ -202,7 +244,7 @@ class Bundle:
                 "sd_epistemic": known.numpy(),
                 "prediction_set": [" | ".join(names[inside]) for inside in sets],
             }
-        return pd.DataFrame({**columns, "ood": (known > self.ood.threshold).numpy()}, index=index)
+        return pd.DataFrame({**columns, "ood": self.flags(raw).numpy()}, index=index)
 
     # -- scores ------------------------------------------------------------------------------------------------------
 
@@ -311,6 +353,6 @@ def score(bundle: Bundle, x: Float[Tensor, "rows inputs"], y: Tensor) -> tuple[R
             scoring.score_amounts("Laplace", bundle.amounts(raw), y, bundle.conformal, taken[1]),
         )
     return (
-        scoring.score_classes("MAP", raw.value.softmax(1), y, bundle.conformal_map, taken[0]),
+        scoring.score_classes("MAP", raw.plain, y, bundle.conformal_map, taken[0]),
         scoring.score_classes("Laplace", bundle.probabilities(raw), y, bundle.conformal, taken[1]),
     )

@@ -244,9 +244,9 @@ class Probe:
             count = self.present - self.numbers
             notes.append(f"{count} values of {self.name!r} are no numbers (such as {self.odd[:30]!r})")
         if self.infinite:
-            notes.append(f"{self.infinite} values of {self.name!r} are infinite")
+            notes.append(f"{self.infinite} values of {self.name!r} are infinite, or beyond {LARGEST:g}")
         if self.infinite == self.numbers:
-            return Kind("left out", f"{self.name!r} holds no finite number.", **said)
+            return Kind("left out", f"{self.name!r} holds no number within {LARGEST:g} of zero.", **said)
         said_of = "; ".join(notes) + ": taken as missing." if notes else ""
         if self.marked:
             mark = re.sub(r"[-+\d]", "", self.marked)[0]

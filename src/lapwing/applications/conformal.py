@@ -116,5 +116,8 @@ class Unfamiliar:
             f"A row is flagged as out of distribution where sd_epistemic, what the network does not know about "
             f"{'its logits' if classes else 'the mean'} there, is above {self.threshold:.4g}. Of rows like the "
             f"{self.rows} that were held out, about {alarm:.0%} pass that; a row that does is unlike those the network "
-            "has learned from, or lies where they are sparse, and its prediction is an extrapolation."
+            "has learned from, or lies where they are sparse, and its prediction is an extrapolation. So is a row with "
+            "a value that is extremely far from those in training, of a new kind, or unknown: missing or not to be "
+            "read, where training had no such case. The deviation of a row with an unknown value is as large as what "
+            "the value might have been makes it."
         )

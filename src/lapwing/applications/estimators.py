@@ -261,9 +261,16 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
 
 
 def _standards(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and scale of each column; a column that is constant, to rounding, keeps the scale 1."""
+    """Mean and scale of each column; a column that is constant, to rounding, keeps the scale 1.
+
+    Taken of the differences from the first row, in units of the largest: no square over- or underflows, and what is
+    common to all rows takes no digits from how they differ.
+    """
     values = values.astype(np.float64)
-    mean, scale = values.mean(0), values.std(0)
+    moved = values - values[0]
+    unit = np.abs(moved).max(0)
+    unit = np.where((unit > 0) & np.isfinite(unit), unit, 1.0)
+    mean, scale = values[0] + unit * (moved / unit).mean(0), unit * (moved / unit).std(0)
     constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(mean)
     return mean, np.where(constant, 1.0, scale)
 

@@ -138,8 +138,10 @@ def calibrated(bundle: Bundle, x: Tensor, y: Tensor) -> Bundle:
         alone, found = bundle.amounts_map(raw), bundle.amounts(raw)
         plain, scores = (amount_scores(each.mean, each.deviation, y) for each in (alone, found))
     else:
-        plain, scores = class_scores(raw.value.softmax(1), y), class_scores(bundle.probabilities(raw), y)
-    ood = Unfamiliar.of(bundle.familiarity(raw))
+        plain, scores = class_scores(raw.plain, y), class_scores(bundle.probabilities(raw), y)
+    known = bundle.familiarity(raw)
+    # rows that are flagged anyway do not say where the flag should go up for others
+    ood = Unfamiliar.of(known if bool(raw.strange.all()) else known[~raw.strange])
     return replace(bundle, conformal=Conformal(scores), conformal_map=Conformal(plain), ood=ood)
 
 

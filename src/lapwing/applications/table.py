@@ -6,6 +6,12 @@
 
     encoder = learn(table, kinds, leave_out=[target], rows=training)   # one pass; O(columns) + O(levels) memory
     x = encoder(frame)                                                 # [rows, inputs] float32
+    encoder.versions(x[:1])                                            # [1, versions, inputs], nothing unknown
+    encoder.strange(x)                                                 # [rows] bool
+
+A value is unknown where training has shown no case of it: missing, in a column that was complete, or not to be read
+(a word among numbers, an infinite number), where all could be. Its inputs are NaN, and no number takes their place:
+`versions` has the row with the values of `EXAMPLES` training rows instead, each of which it might have had.
 
 An encoder is frozen and JSON-able: `Encoder.from_dict(json.loads(json.dumps(encoder.to_dict())))`. A million rows of
 twenty numbers take a few seconds; nothing that grows with the number of rows is kept.
@@ -15,16 +21,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lapwing.applications.columns import DISTINCT, Kind, as_days, as_numbers, as_text, as_truth, date_in
-from lapwing.applications.reading import Frame, Series, Table
+from lapwing.applications.reading import Frame, Series, Table, pd
 from lapwing.errors import DataError
 
 LEVELS = 30
@@ -33,6 +39,8 @@ INPUTS = 1_000
 """Categories get fewer levels where there would be more inputs than this; twice as many are refused."""
 FARTHEST = 1e4
 """Standardised numbers are held within this: as far as anything can be from the data, without overflow in float32."""
+EXAMPLES = 32
+"""Training rows that are kept, at most, to say what an unknown value might be."""
 OTHER, ABSENT = "other", "missing"
 YEAR = 365.2425
 
@@ -53,6 +61,8 @@ class Column:
     """Whether there is an input that says that the value is missing."""
     rare: tuple[str, ...] = ()
     """Levels that were seen in training but are too rare for an input of their own."""
+    unread: bool = False
+    """Whether training had values that cannot be read, which it took as missing."""
 
     @property
     def inputs(self) -> list[str]:
@@ -72,20 +82,24 @@ class Column:
             return self._encode_levels(as_text(column), notes)
         raw = self.values(column)
         missing = np.isnan(raw[:, 0])
-        unread = int(missing.sum() - column.isna().sum())
-        if unread > 0:
+        unread = missing & ~_blank(column)
+        unknown = missing if not self.indicator else unread & (not self.unread)
+        taken = "as missing" if self.indicator and self.unread else "as unknown"
+        if unread.any():
             what = {"number": "a number", "boolean": "yes or no", "date": f"a date such as {date_in(self.format)}"}
-            notes.count(f"values of {self.name!r} cannot be read as {what[self.kind]}: taken as missing", unread)
-        if missing.any() and not self.indicator:
-            notes.count(f"values of {self.name!r} are missing, which none were in training: the mean is used", missing)
+            notes.count(f"values of {self.name!r} cannot be read as {what[self.kind]}: taken {taken}", unread)
+        if (unknown & ~unread).any():
+            notes.count(f"values of {self.name!r} are missing, which none were in training: unknown", unknown & ~unread)
         kept = [i for i, scale in enumerate(self.deviations) if scale > 0]
         scaled = (raw[:, kept] - np.array(self.means)[kept]) / np.array(self.deviations)[kept]
-        scaled = np.nan_to_num(scaled, nan=0.0)
+        scaled[missing] = 0.0
         far = np.abs(scaled) > FARTHEST
         if far.any():
             notes.count(f"values of {self.name!r} are extremely far from those in training", far.any(1))
         scaled = np.clip(scaled, -FARTHEST, FARTHEST)
-        return np.concatenate([scaled, missing[:, None]], axis=1) if self.indicator else scaled
+        inputs = np.concatenate([scaled, missing[:, None]], axis=1) if self.indicator else scaled
+        inputs[unknown] = np.nan
+        return inputs
 
     def _encode_levels(self, words: Series, notes: Notes) -> np.ndarray:
         place = {level: number for number, level in enumerate(self.levels)}
@@ -99,10 +113,12 @@ class Column:
             notes.count(
                 f"values of {self.name!r} are new (such as {', '.join(map(repr, some))}): taken as 'other'", new
             )
-        codes[missing] = other + 1 if self.indicator else other
+        codes[missing] = other + self.indicator
+        inputs = np.eye(len(self.inputs))[codes]
         if missing.any() and not self.indicator:
-            notes.count(f"values of {self.name!r} are missing, which none were in training: taken as 'other'", missing)
-        return np.eye(len(self.inputs))[codes]
+            notes.count(f"values of {self.name!r} are missing, which none were in training: unknown", missing)
+            inputs[missing] = np.nan
+        return inputs
 
 
 @dataclass(eq=False)
@@ -129,6 +145,8 @@ class Encoder:
     """Columns of a table to inputs of a network."""
 
     columns: tuple[Column, ...]
+    examples: tuple[tuple[float, ...], ...] = ()
+    """Inputs of some training rows, at most `EXAMPLES`."""
 
     @property
     def used(self) -> list[Column]:
@@ -164,8 +182,27 @@ class Encoder:
         parts = [column.encode(frame[column.name], notes) for column in self.used]
         return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.float32))
 
+    def versions(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows versions inputs"]:
+        """Each row with its unknown inputs as they are in each of the examples: all of one example at a time."""
+        examples = torch.tensor(self.examples, dtype=x.dtype)
+        return torch.where(x.isnan().unsqueeze(1), examples, x.unsqueeze(1))
+
+    def strange(self, x: Float[Tensor, "rows inputs"]) -> Bool[Tensor, " rows"]:
+        """Rows with a value that is unknown, extremely far from those in training, or of a level where all were known.
+
+        A network need not notice: its units are saturated far out, and a value that is unknown is not seen by it.
+        """
+        never = [column.kind == "category" and not column.rare for column in self.used]
+        unseen = [
+            off and name == f"{column.name}={OTHER}" and place == len(column.levels)
+            for column, off in zip(self.used, never, strict=True)
+            for place, name in enumerate(column.inputs)
+        ]
+        return (x.isnan() | (x.abs() >= FARTHEST) | (torch.tensor(unseen) & (x > 0))).any(1)
+
     def to_dict(self) -> dict[str, Any]:
-        return {"columns": [asdict(column) for column in self.columns]}
+        columns = [asdict(column) for column in self.columns]
+        return {"columns": columns, "examples": [list(row) for row in self.examples]}
 
     @staticmethod
     def from_dict(stored: Mapping[str, Any]) -> Encoder:
@@ -173,7 +210,8 @@ class Encoder:
             plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
             return Column(**plain)
 
-        return Encoder(tuple(column(fields) for fields in stored["columns"]))
+        columns = tuple(column(fields) for fields in stored["columns"])
+        return Encoder(columns, tuple(tuple(map(float, row)) for row in stored["examples"]))
 
 
 # -- learning --------------------------------------------------------------------------------------------------------
@@ -181,33 +219,47 @@ class Encoder:
 
 @dataclass(eq=False)
 class Moments:
-    """Count, mean and sum of squared differences from the mean of each number, merged chunk by chunk (Chan)."""
+    """Count, mean and sum of squared differences from the mean of each number, merged chunk by chunk (Chan).
+
+    All are of differences from the first value that is present: those of nearby numbers are exact, however large the
+    numbers are, and those of equal ones are zero.
+    """
 
     count: np.ndarray
-    mean: np.ndarray
+    first: np.ndarray
+    shift: np.ndarray
     squares: np.ndarray
 
     @staticmethod
     def none(numbers: int) -> Moments:
-        return Moments(np.zeros(numbers), np.zeros(numbers), np.zeros(numbers))
+        return Moments(np.zeros(numbers), np.full(numbers, np.nan), np.zeros(numbers), np.zeros(numbers))
+
+    @property
+    def mean(self) -> np.ndarray:
+        return np.where(self.count > 0, self.first, 0.0) + self.shift
 
     def add(self, values: Float[np.ndarray, "rows numbers"]) -> None:
         """More rows; NaN counts for nothing."""
         present = ~np.isnan(values)
         count = present.sum(0)
-        mean = np.where(present, values, 0.0).sum(0) / np.maximum(count, 1)
-        squares = (np.where(present, values - mean, 0.0) ** 2).sum(0)
+        if not count.any():
+            return
+        found = values[present.argmax(0), np.arange(values.shape[1])]
+        self.first = np.where(np.isnan(self.first), found, self.first)
+        moved = np.where(present, values - self.first, 0.0)
+        mean = moved.sum(0) / np.maximum(count, 1)
+        squares = (np.where(present, moved - mean, 0.0) ** 2).sum(0)
         total = self.count + count
-        step = mean - self.mean
+        step = mean - self.shift
         share = count / np.maximum(total, 1)
         self.squares = self.squares + squares + step**2 * self.count * share
-        self.mean = self.mean + step * share
+        self.shift = self.shift + step * share
         self.count = total
 
     def deviation(self) -> np.ndarray:
         """Standard deviations; exactly 0 where the values differ by rounding only."""
         deviation = np.sqrt(self.squares / np.maximum(self.count, 1))
-        return np.where(deviation > 1e-10 * np.abs(self.mean), deviation, 0.0)
+        return np.where(deviation > 2 * np.finfo(np.float64).eps * np.abs(self.mean), deviation, 0.0)
 
 
 @dataclass(eq=False)
@@ -220,6 +272,7 @@ class _Learner:
     levels: Counter[str] = field(default_factory=Counter)
     missing: int = 0
     rows: int = 0
+    unread: bool = False
 
     def see(self, column: Series) -> None:
         self.rows += len(column)
@@ -231,7 +284,9 @@ class _Learner:
                     self.levels[str(word)] += int(count)
             return
         values = _values(self.kind.name, self.kind.format, column)
-        self.missing += int(np.isnan(values[:, 0]).sum())
+        missing = np.isnan(values[:, 0])
+        self.missing += int(missing.sum())
+        self.unread = self.unread or bool((missing & ~_blank(column)).any())
         self.moments.add(values)
 
     def column(self, most: int) -> Column:
@@ -253,7 +308,14 @@ class _Learner:
             return Column(name, kind, note, levels=levels, indicator=indicator, rare=rare)
         means, deviations = self.moments.mean, self.moments.deviation()
         column = Column(
-            name, kind, note, self.kind.format, tuple(means.tolist()), tuple(deviations.tolist()), indicator=indicator
+            name,
+            kind,
+            note,
+            self.kind.format,
+            tuple(means.tolist()),
+            tuple(deviations.tolist()),
+            indicator=indicator,
+            unread=self.unread,
         )
         return column if column.inputs else Column(name, "left out", f"{name!r} is the same in all rows.")
 
@@ -274,7 +336,9 @@ def learn(
         columns[name] = Column(name, "left out", kind.note) if kind.name == "left out" else None
         if kind.name != "left out":
             learners[name] = _Learner(name, kind, Moments.none(3 if kind.name == "date" else 1))
+    kept = _Drawn(EXAMPLES)
     for frame in chosen_rows(table.chunks(list(learners), text=text_columns(kinds)) if learners else [], rows):
+        kept.see(frame)
         for name, learner in learners.items():
             learner.see(frame[name])
     categories = sum(learner.kind.name == "category" for learner in learners.values())
@@ -289,7 +353,29 @@ def learn(
     if not encoder.used:
         reasons = " ".join(column.note for column in found[:8])
         raise DataError(f"{table.name} has no column to learn from besides the target. {reasons}".strip())
-    return encoder
+    return replace(encoder, examples=tuple(map(tuple, encoder(kept.frame()).tolist())))
+
+
+@dataclass(eq=False)
+class _Drawn:
+    """Some rows of a table that is seen chunk by chunk, each with the same chance, whatever the chunks: a random number
+    for every row, and those with the smallest are kept."""
+
+    most: int
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    keys: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    frames: list[Frame] = field(default_factory=list)
+
+    def see(self, frame: Frame) -> None:
+        keys = np.concatenate([self.keys, self.random.random(len(frame))])
+        chosen = np.sort(np.argsort(keys)[: self.most])
+        new = chosen[chosen >= len(self.keys)] - len(self.keys)
+        old = pd.concat(self.frames) if self.frames else frame.iloc[:0]
+        self.frames = [part for part in (old.iloc[chosen[chosen < len(self.keys)]], frame.iloc[new]) if len(part)]
+        self.keys = keys[chosen]
+
+    def frame(self) -> Frame:
+        return pd.concat(self.frames)
 
 
 def text_columns(kinds: Mapping[str, Kind]) -> list[str]:
@@ -304,6 +390,12 @@ def chosen_rows(chunks: Iterable[Frame], rows: np.ndarray | None) -> Iterable[Fr
         stop = start + len(frame)
         yield frame if rows is None else frame[rows[start:stop]]
         start = stop
+
+
+def _blank(column: Series) -> np.ndarray:
+    """Cells that say that there is no value, unlike those that hold something else than they should."""
+    words = column if pd.api.types.is_numeric_dtype(column.dtype) else as_text(column)
+    return words.isna().to_numpy()
 
 
 def _values(kind: str, form: str, column: Series) -> np.ndarray:

@@ -7,9 +7,8 @@ again from the seed, and only the rows held out to test are looked at; that they
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import log
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapwing.applications.bundle import Bundle, score
+from lapwing.applications.bundle import Bundle, Raw, score
 from lapwing.applications.conformal import quantile
 from lapwing.applications.reading import Table, open_table, pd
 from lapwing.applications.report.numbers import LEVELS
-from lapwing.applications.report.observe import SHOWN_COLUMNS, Observed, observe
+from lapwing.applications.report.observe import OUTSIDE_ROWS, SHOWN_COLUMNS, Observed, disturbed
 from lapwing.applications.report.page import render
 from lapwing.applications.report.predictions import Classes, Numbers
 from lapwing.applications.report.words import number
 from lapwing.applications.report.write import collect, write
 from lapwing.applications.targets import TEST, present, split
 from lapwing.errors import DataError
+from lapwing.metrics import entropy
 
 Figures = dict[str, Any]
 Tell = Callable[[str, float], object]
@@ -69,18 +69,18 @@ def report_table(
     held = _held(bundle, table, _test_rows(bundle, table, seed))
     if held.is_test and not _same_score(bundle, held):  # another table with as many rows
         held = _held(bundle, table, None)
-    batch = bundle.batch
-    targets = bundle.target.tensor(held.y.numpy())
-    outside = None if out_of_distribution is None else _inputs(bundle, open_table(out_of_distribution), batch)
+    made = out_of_distribution is None
+    outside = _disturbed(held.x) if made else _inputs(bundle, open_table(out_of_distribution))
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, len(held.x), batch):
-            tell("predicting", start / len(held.x))
-            yield held.x[start : start + batch], targets[start : start + batch]
+    def predicted(x: Tensor) -> Raw:
+        parts = []
+        for start in range(0, len(x), 10 * bundle.batch):
+            tell("predicting", start / len(x))
+            parts.append(bundle.raw(x[start : start + 10 * bundle.batch]))
+        return Raw.joined(parts)
 
-    observed = observe(bundle.la, batches(), outside)
-    if bundle.task == "regression":
-        observed = _in_units(observed, bundle)
+    raw, other = predicted(held.x), None if outside is None else predicted(outside)
+    observed = _observed(bundle, held, raw, other, made)
     tell("drawing", 0.0)
     figures = collect(
         bundle.la,
@@ -92,9 +92,8 @@ def report_table(
         noise=bundle.noise,
         choices=_choices(bundle, held),
     )
-    if observed.outside_epistemic is not None:
-        both = observed.data.epistemic, observed.outside_epistemic
-        figures["unfamiliar"]["flagged"] = [float((each > bundle.ood.threshold).double().mean()) for each in both]
+    if other is not None:
+        figures["unfamiliar"]["flagged"] = [float(bundle.flags(each).double().mean()) for each in (raw, other)]
     figures |= {"threshold": bundle.ood.threshold, "fit": bundle.summary.to_dict(), "rows_are_test": held.is_test}
     figures["columns"] = [str(name) for name in held.shown.columns]
     for row in figures["uncertain"]:
@@ -107,13 +106,23 @@ def report_table(
     return figures | {"looked_at": held.rows.tolist()}
 
 
-def _in_units(observed: Observed, bundle: Bundle) -> Observed:
-    """In the target's unit, and with the noise that the network alone has in the summary."""
-    observed = observed.rescaled(bundle.target.deviation, bundle.target.mean)
-    assert isinstance(observed.data, Numbers)
-    log_noise = observed.data.network.log_noise + 2 * log(bundle.noise_map / bundle.noise)
-    network = replace(observed.data.network, log_noise=log_noise)
-    return replace(observed, data=replace(observed.data, network=network))
+def _observed(bundle: Bundle, held: Held, raw: Raw, outside: Raw | None, made: bool) -> Observed:
+    """The predictions of the bundle, in the target's unit, as a report has them."""
+    known = bundle.familiarity(raw)
+    uncertainty = network = deviation = None if outside is None else bundle.familiarity(outside)
+    if bundle.task == "regression":
+        data, network = Numbers(held.y, bundle.amounts(raw), bundle.amounts_map(raw)), None
+    else:
+        data = Classes(held.y, raw.plain, bundle.probabilities(raw), known)
+        if outside is not None:
+            uncertainty, network = (entropy(p) for p in (bundle.probabilities(outside), outside.plain))
+    return Observed(data, torch.arange(len(held.y)), uncertainty, network, deviation, made, None)
+
+
+def _disturbed(x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "made inputs"] | None:
+    """Unfamiliar rows, made of some of the table's of which all is known; None where there are not two of them."""
+    some = x[~x.isnan().any(1)][:OUTSIDE_ROWS]
+    return disturbed(some, torch.Generator().manual_seed(0)) if len(some) > 1 else None
 
 
 def _held(bundle: Bundle, table: Table, wanted: Int[np.ndarray, " test"] | None) -> Held:
@@ -167,16 +176,16 @@ def _same_score(bundle: Bundle, held: Held) -> bool:
     return abs(found - stored) <= 1e-5 * (1 + abs(stored))
 
 
-def _inputs(bundle: Bundle, table: Table, batch: int) -> list[Tensor]:
+def _inputs(bundle: Bundle, table: Table) -> Float[Tensor, "rows inputs"]:
     found, count = [], 0
     for _, x in bundle.encoded(table):
-        found += x[: ROWS - count].split(batch)
+        found.append(x[: ROWS - count])
         count += len(x)
         if count >= ROWS:
             break
     if not count:
         raise DataError(f"{table.name} has no rows; expected at least one unfamiliar row.")
-    return found
+    return torch.cat(found)
 
 
 def _conformal(bundle: Bundle, observed: Observed) -> Figures:
