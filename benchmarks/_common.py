@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import platform
-import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+from provenance import committed, machine
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -93,8 +95,8 @@ def best(contenders: dict[str, Callable[[], object]], rounds: int, warm: bool = 
     return times
 
 
-def report(name: str, rows: list[dict]) -> None:
-    """Prints a table and writes results/<name>.json."""
+def report(where: dict[str, Any], rows: list[dict]) -> None:
+    """Prints a table and writes results/<name>.json; `where` is the `context` of the start."""
     print(f"{'network':8} {'work':20} {'against':16} {'ms':>9} {'other ms':>10} {'ratio':>9}   bar")
     for row in rows:
         ratio, bar = row["ratio"], row["bar"]
@@ -102,12 +104,17 @@ def report(name: str, rows: list[dict]) -> None:
         limit = "" if bar is None else f"{'<=' if ratio <= bar else 'ABOVE'} {bar if bar >= 1 else f'1/{1 / bar:.3g}'}"
         times = f"{1e3 * row['seconds']:9.1f} {1e3 * row['other_seconds']:10.1f}"
         print(f"{row['network']:8} {row['work']:20} {row['against']:16} {times} {factor}   {limit}")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(context() | {"rows": rows}, indent=1) + "\n")
+    write(where, {"rows": rows})
 
 
-def context() -> dict[str, Any]:
-    """Where figures come from."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    return {"commit": commit, "seed": 0, "machine": machine}
+def write(where: dict[str, Any], figures: dict[str, Any], folder: Path = RESULTS) -> None:
+    """<name>.json in `folder`: where figures come from, and the figures."""
+    folder.mkdir(exist_ok=True)
+    text = json.dumps(where | {"machine": machine()} | figures, indent=1)
+    (folder / f"{where['benchmark']}.json").write_text(text + "\n")
+
+
+def context(name: str) -> dict[str, Any]:
+    """Where figures come from, to be asked before anything is measured: the commit, and whether all was as in it."""
+    outputs = [f"benchmarks/results/{name}.{kind}" for kind in ("json", "png")]
+    return {"benchmark": name, **committed(outputs), "seed": 0}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from _common import batches, best, cnn, mlp, peer_backends, peer_fit, report
+from _common import batches, best, cnn, context, mlp, peer_backends, peer_fit, report
 from torch import nn
 
 from lapwing.estimate import diagonal, kflr
@@ -25,13 +25,14 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
+    where = context("covariance")
     torch.set_num_threads(2)
     torch.manual_seed(0)
     rows = []
     for name, model, points in (("mlp", mlp(), 2000), ("cnn", cnn(), 1000)):
         for structure in ("kron", "diag"):
             rows += predict(name, model.eval(), points, structure, arguments)
-    report("covariance", rows)
+    report(where, rows)
 
 
 def predict(name: str, model: nn.Module, points: int, structure: str, arguments: argparse.Namespace) -> list[dict]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from _common import Batches, batches, best, cnn, gradient_epoch, mlp, peer_backends, peer_fit, report
+from _common import Batches, batches, best, cnn, context, gradient_epoch, mlp, peer_backends, peer_fit, report
 
 from lapwing.estimate import diagonal, kfac, kflr
 from lapwing.likelihoods import Categorical
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
+    where = context("curvature")
     torch.set_num_threads(2)
     torch.manual_seed(0)
     rows = []
@@ -73,7 +74,7 @@ def main() -> None:
         if not arguments.no_peers:
             times |= theirs(model, data)
         rows += compare(name, times)
-    report("curvature", rows)
+    report(where, rows)
 
 
 def compare(name: str, times: dict[str, float]) -> list[dict]:

@@ -3,7 +3,7 @@
 The covariance [16, 1000, 1000] and the variances of 16 inputs are timed against a forward pass. The peak of resident
 memory over the model and its data is taken in a process of its own, from VmHWM after a reset (Linux): `ru_maxrss` would
 not do, as a child starts with its parent's. With 100 classes and 256 points, laplace-torch fits and predicts the same
-layer in the same run, where it is installed; alone it took 79 s and 4.3 GB.
+layer in the same run, where it is installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Batches, best, peer_backends, report
+from _common import Batches, best, context, peer_backends, report
 from torch import nn
 
 from lapwing.estimate import last_layer
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
+    where = context("last_layer")
     torch.set_num_threads(2)
     check_measure()
     rows = []
@@ -53,7 +54,7 @@ def main() -> None:
         rows += predict(structure, arguments.rounds)
         rows += peak(structure, 1000, 16)
     rows += against_peer(not arguments.no_peers)
-    report("last_layer", rows)
+    report(where, rows)
 
 
 def row(network: str, work: str, against: str, seconds: float, other: float, bar: float | None = None, **more) -> dict:
@@ -175,15 +176,13 @@ def against_peer(peers: bool) -> list[dict]:
     """Fit 256 points and predict them, 100 classes."""
     seconds, peak_bytes = measured(ours, "kron", 100, 256, 256)
     print(f"100 classes, 256 points, kron: {seconds:.2f} s, {peak_bytes / GIGABYTE:.2f} GB")
-    known = [("laplace-torch alone", 79.0, 4.3)]
-    if peers and peer_backends():
-        peer_seconds, peer_bytes = measured(theirs, 100, 256, 256)
-        known.append(("laplace-torch", peer_seconds, peer_bytes / GIGABYTE))
-    rows = []
-    for peer, other_seconds, other_size in known:
-        rows.append(row("100", "fit + predict 256", peer, seconds, other_seconds))
-        rows.append(row("100", "memory 256", peer, peak_bytes / GIGABYTE, other_size, unit="GB"))
-    return rows
+    if not peers or not peer_backends():
+        return []
+    other_seconds, other_bytes = measured(theirs, 100, 256, 256)
+    return [
+        row("100", "fit + predict 256", "laplace-torch", seconds, other_seconds),
+        row("100", "memory 256", "laplace-torch", peak_bytes / GIGABYTE, other_bytes / GIGABYTE, unit="GB"),
+    ]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from _common import batches, cnn, mlp, report
+from _common import batches, cnn, context, mlp, report
 from torch import nn
 
 from lapwing import Laplace
@@ -77,6 +77,7 @@ def main() -> None:
     if arguments.child:
         child(*arguments.child)
         return
+    where = context("memory")
     rows = []
     for network in ("mlp", "cnn", "wide"):
         sizes = {work: measured(network, work) for work in WORK}
@@ -92,7 +93,7 @@ def main() -> None:
             }
             for work in WORK[1:]
         ]
-    report("memory", rows)
+    report(where, rows)
 
 
 if __name__ == "__main__":

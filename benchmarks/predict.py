@@ -16,7 +16,7 @@ import time
 import warnings
 
 import torch
-from _common import Batches, batches, best, cnn, mlp, peer_backends, peer_fit, report
+from _common import Batches, batches, best, cnn, context, mlp, peer_backends, peer_fit, report
 from torch import nn
 
 from lapwing import Laplace
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--all-peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
+    where = context("predict")
     warnings.simplefilter("ignore")  # peers warn about their own dependencies
     torch.set_num_threads(2)
     torch.manual_seed(0)
@@ -117,7 +118,7 @@ def main() -> None:
     for name, model, points in (("mlp", mlp(), 2000), ("cnn", cnn(), 1000)):
         rows += predictions(name, model.eval(), points, peers, arguments.rounds)
     rows += evidence(3, peers)
-    report("predict", rows)
+    report(where, rows)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@
 
 A field is a path of keys in results.json, and a format; `#2` is the third entry of a list or of a mapping. A figure
 over several seeds (see `common.spread`) is written as its median, with the smallest and the largest. `{verdict}`,
-`{checks}` and `{run}` stand for how many checks hold, for the list of them, and for where the figures come from. Results
-of another configuration than the one in config.json are not shown. `python experiments/readme.py` does it for all.
+`{checks}` and `{run}` stand for how many checks hold, for the list of them, and for where the figures come from.
+Results of another configuration than the one in config.json are not shown. `python experiments/readme.py` does it for
+all.
 """
 
 from __future__ import annotations

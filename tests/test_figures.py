@@ -143,3 +143,65 @@ def test_spread_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_claims_that_depend_on_a_draw_have_five_seeds(claim: str) -> None:
     (folder,) = (each for each in EXPERIMENTS if each.name.startswith(claim))
     assert len(set(json.loads((folder / "config.json").read_text())["seeds"])) >= 5
+
+
+def test_uci_in_words() -> None:
+    """README.md says what the rows of uci.json say, and which splits the design was chosen on."""
+    stored = json.loads((ROOT / "benchmarks/results/uci.json").read_text())
+    found, rows = stored["summary"], stored["rows"]
+    chosen = found["design_splits"]
+    for name, part in (
+        ("all", rows),
+        ("design", [row for row in rows if row["split"] in chosen]),
+        ("untouched", [row for row in rows if row["split"] not in chosen]),
+    ):
+        assert found[name]["splits"] == len(part)
+        assert found[name]["better"] == sum(row["gain"] > 0 for row in part)
+        worst = max(-row["gain"] / row["standard_error"] for row in part)
+        assert found[name]["largest_loss_in_standard_errors"] == pytest.approx(worst)
+    every, design, rest = found["all"], found["design"], found["untouched"]
+    assert found["sets_with_mean_gain"] == {"all": 5, "untouched": 5}
+    words = " ".join((ROOT / "README.md").read_text().split())
+    first, last = chosen[0], chosen[-1]
+    for sentence in (
+        f"improve the likelihood of new rows on {every['better']} of {every['splits']} splits and in the mean on every "
+        f"table, and nowhere harm it by more than {every['largest_loss_in_standard_errors']:.1f} standard errors",
+        f"chosen on splits {first} to {last} (better on {design['better']} of {design['splits']})",
+        f"improve it on {rest['better']} of {rest['splits']}, in the mean on every table, and harm it by at most "
+        f"{rest['largest_loss_in_standard_errors']:.1f} standard errors",
+    ):
+        assert sentence in words
+
+
+# -- benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def test_last_layer_is_compared_with_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    last_layer = module("benchmarks/last_layer.py", monkeypatch)
+    monkeypatch.setattr(last_layer, "measured", lambda *arguments: (2.0, 2**30))
+    assert last_layer.against_peer(peers=False) == []
+    stored = json.loads((ROOT / "benchmarks/results/last_layer.json").read_text())
+    assert {row["against"] for row in stored["rows"]} <= {"forward pass", "forward passes", "1 GB", "laplace-torch"}
+
+
+def test_mixed_is_not_the_propagated_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the network with a bottleneck; and exponents and their reading follow the rows."""
+    resolution = module("benchmarks/resolution.py", monkeypatch)
+    assert resolution.difference_of_mixed(8, 2) > 1e-3
+    rows = {}
+    for work, (_, sizes) in resolution.WORK.items():
+        power = 4 if work in ("exact, at once", "kron, at once") else 3 if work in ("exact", "kron") else 2
+        rows[work] = [{"size": size, "seconds": 1e-6 * size**power, "bytes": 100 * size**power} for size in sizes]
+    lines = {line["work"]: line for line in resolution.summary(rows, 32)}
+    assert lines["propagated"]["time_exponent"] == pytest.approx(1)
+    assert lines["exact, at once"]["memory_exponent"] == pytest.approx(2)
+    assert len(lines["exact, at once"]["sizes"]) >= 5
+    words = " ".join(resolution.reading(list(lines.values()), 0.1))
+    assert "memory: 1.50 in time" in words
+    assert "in time exact and kron stay below it" in words
+
+
+def test_inversion_lemma_gives_the_dense_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    woodbury = module("benchmarks/woodbury.py", monkeypatch)
+    assert woodbury.agreement(150) < 1e-12
+    assert woodbury.slope([10, 100, 1000], [0.5, 5.0, 50.0]) == pytest.approx(1, rel=1e-5)
