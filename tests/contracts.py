@@ -68,7 +68,7 @@ class Case:
         prior = prior.expand(self.size)
         return self.matrix + prior.diag() if self.posterior is None else self.posterior(prior)
 
-    def __add__(self, other: Case) -> Tensor:
+    def pooled(self, other: Case) -> Tensor:
         """The dense twin of the curvature of both data sets."""
         if self.rebuild is None:
             return self.matrix + other.matrix
@@ -371,6 +371,21 @@ def kronecker(
     return make
 
 
+def kronecker_sum(layout: MatrixLayout, *, joint: bool = True) -> Callable[[Generator], Case]:
+    """3 A + B / 2: two tasks, scaled."""
+
+    def make(generator: Generator) -> Case:
+        parts = []
+        for scale in (3.0, 0.5):
+            case = kronecker(layout, joint=joint)(generator)
+            assert isinstance(case.curvature, Kronecker)
+            parts.append((case.curvature * scale, scale * case.matrix))
+        total = parts[0][0] + parts[1][0]
+        return Case(total, parts[0][1] + parts[1][1], pieces=lambda generator: layout_pieces(layout, generator))
+
+    return make
+
+
 def corrected(layout: MatrixLayout, *, diagonal_rows: bool = False, joint: bool = True) -> Callable[[Generator], Case]:
     """Random eigenvalues in a basis that is the same for every generator: only then is there a sum."""
 
@@ -380,7 +395,7 @@ def corrected(layout: MatrixLayout, *, diagonal_rows: bool = False, joint: bool 
         return case.curvature
 
     def make(generator: Generator) -> Case:
-        plain = CorrectedKronecker.of(basis())
+        plain = basis().in_eigenbasis()
         return corrected_case(plain.with_values([normal(generator, *p.values.shape).square() for p in plain.parts]))
 
     return make
@@ -542,6 +557,10 @@ STRUCTURES = [
     Structure("Kronecker, factored damping, bias apart", kronecker(LINEAR_BIAS, damped=True, joint=False)),
     Structure("Kronecker, factored damping, groups", kronecker(GROUPED_BIAS, damped=True)),
     Structure("Kronecker, factored damping, table", kronecker(TABLE, diagonal_rows=True, damped=True)),
+    Structure("Sum of Kronecker products", kronecker_sum(LINEAR)),
+    Structure("Sum of Kronecker products, bias", kronecker_sum(LINEAR_BIAS)),
+    Structure("Sum of Kronecker products, bias apart", kronecker_sum(LINEAR_BIAS, joint=False)),
+    Structure("Sum of Kronecker products, groups", kronecker_sum(GROUPED_BIAS)),
     Structure("Corrected Kronecker", corrected(LINEAR)),
     Structure("Corrected Kronecker, bias", corrected(LINEAR_BIAS)),
     Structure("Corrected Kronecker, bias, more inputs than outputs", corrected(WIDE_BIAS)),

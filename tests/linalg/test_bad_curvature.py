@@ -18,6 +18,7 @@ from lapwing.linalg import (
     Diagonal,
     EigenColumns,
     Kronecker,
+    KroneckerSum,
     MatrixLayout,
     Segments,
     Term,
@@ -145,14 +146,20 @@ def test_results_keep_the_dtype_of_the_curvature(structure) -> None:
     torch.testing.assert_close(precision.logdet().double(), expected, rtol=1e-4, atol=1e-3)
 
 
+def _narrow_product(curvature: Kronecker) -> Kronecker:
+    terms = tuple(Term(t.cols.float(), t.rows.float(), t.count) for t in curvature.terms)
+    return Kronecker(curvature.layout, terms, curvature.joint_bias, curvature.factored_damping)
+
+
 def _narrow(curvature: Curvature) -> Curvature:
     if isinstance(curvature, Dense):
         return Dense(curvature.matrix.float())
     if isinstance(curvature, Diagonal):
         return Diagonal(curvature.values.float())
     if isinstance(curvature, Kronecker):
-        terms = tuple(Term(t.cols.float(), t.rows.float(), t.count) for t in curvature.terms)
-        return Kronecker(curvature.layout, terms, curvature.joint_bias, curvature.factored_damping)
+        return _narrow_product(curvature)
+    if isinstance(curvature, KroneckerSum):
+        return KroneckerSum(tuple(map(_narrow_product, curvature.parts)))
     if isinstance(curvature, CorrectedKronecker):
         rows = None if curvature.row_vectors is None else curvature.row_vectors.float()
         return CorrectedKronecker(curvature.layout, rows, _narrowed(curvature.columns), _narrowed(curvature.apart))
@@ -171,7 +178,7 @@ def _narrowed(columns: tuple[EigenColumns, ...]) -> tuple[EigenColumns, ...]:
 
 def _corrected(case: Case) -> CorrectedKronecker:
     assert isinstance(case.curvature, Kronecker)
-    return CorrectedKronecker.of(case.curvature)
+    return case.curvature.in_eigenbasis()
 
 
 def test_corrected_blocks_in_other_bases_cannot_be_added() -> None:

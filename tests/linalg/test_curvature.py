@@ -37,22 +37,36 @@ def test_the_diagonal_is_that_of_the_matrix(structure: Structure) -> None:
 
 
 @every_structure
-def test_the_sum_is_the_curvature_of_both_data_sets(structure: Structure) -> None:
+def test_pooled_is_the_curvature_of_both_data_sets(structure: Structure) -> None:
     one, other = structure.make(generator(1)), structure.make(generator(2))
-    close((one.curvature + other.curvature).dense(), one + other)
-    close((other.curvature + one.curvature).dense(), one + other)
+    close(one.curvature.pooled(other.curvature).dense(), one.pooled(other))
+    close(other.curvature.pooled(one.curvature).dense(), one.pooled(other))
 
 
 @every_structure
-def test_addition_is_associative(structure: Structure) -> None:
+def test_a_sum_is_the_sum_of_the_matrices_however_they_are_scaled(structure: Structure) -> None:
+    one, other = structure.make(generator(1)), structure.make(generator(2))
+    for scale, factor in ((1.0, 1.0), (3.0, 0.5), (1e-3, 1e3)):
+        total = scale * one.curvature + other.curvature * factor
+        expected = scale * one.matrix + factor * other.matrix
+        close(total.dense(), expected)
+        close(total.diagonal(), expected.diagonal())
+        v = normal(generator(3), 2, one.size)
+        close(total.mv(v), v @ expected)
+
+
+@every_structure
+def test_addition_and_pooling_are_associative(structure: Structure) -> None:
     a, b, c = (structure.make(generator(seed)).curvature for seed in range(3))
     close(((a + b) + c).dense(), (a + (b + c)).dense())
+    close(a.pooled(b).pooled(c).dense(), a.pooled(b.pooled(c)).dense())
 
 
 @every_structure
 def test_twice_the_data_is_twice_the_curvature(structure: Structure) -> None:
     curvature = structure.make(generator()).curvature
     close((curvature + curvature).dense(), 2 * curvature.dense())
+    close(curvature.pooled(curvature).dense(), 2 * curvature.dense())
 
 
 @every_structure

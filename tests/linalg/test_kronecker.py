@@ -11,9 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contracts import LINEAR_BIAS, TABLE, Sums, close, generator, kronecker_case, nearest_product, normal, psd
-from lapwing.errors import LapwingWarning
-from lapwing.linalg import Kronecker, MatrixLayout, Term, nearest_kronecker
+from contracts import (
+    GROUPED_BIAS,
+    LINEAR_BIAS,
+    TABLE,
+    WIDE_BIAS,
+    Sums,
+    close,
+    generator,
+    kronecker,
+    kronecker_case,
+    nearest_product,
+    normal,
+    outer,
+    psd,
+)
+from lapwing.errors import CurvatureError, LapwingWarning
+from lapwing.linalg import Kronecker, MatrixLayout, Term, eigenbasis, nearest_kronecker
+from lapwing.serialize import pack, unpack
 
 fast = settings(deadline=None, max_examples=50, derandomize=True)
 
@@ -104,7 +119,7 @@ def test_the_split_into_batches_does_not_matter() -> None:
         parts = [term(slice(i, j)) for i, j in itertools.pairwise(cuts)]
         total = parts[0]
         for part in parts[1:]:
-            total = total + part
+            total = total.pooled(part)
         close(total.dense(), whole)
     assert not torch.allclose((term(slice(0, 6)).dense() + term(slice(6, 12)).dense()), whole)
 
@@ -116,19 +131,22 @@ def test_counts_of_tokens_that_never_occur_leave_the_prior() -> None:
     close(variance[counts[0] == 0], torch.full((2, 2), 2.0, dtype=torch.float64))
 
 
-def test_terms_of_another_number_cannot_be_added() -> None:
+def test_terms_of_another_number_cannot_be_pooled() -> None:
     one = Kronecker(TABLE, (Term(psd(generator(), 1, 2), psd(generator(), 1, 5), 1.0),))
     two = Kronecker(TABLE, one.terms * 2)
-    with pytest.raises(ValueError, match="cannot add 2 Kronecker terms to 1"):
-        one + two
+    with pytest.raises(CurvatureError, match="cannot add 2 Kronecker terms to 1"):
+        one.pooled(two)
+    close((one + two).dense(), one.dense() + two.dense())
 
 
 @pytest.mark.parametrize("option", ["joint_bias", "factored_damping"])
 def test_blocks_with_other_options_cannot_be_added(option: str) -> None:
     """The sum would take the options of whichever comes first."""
     one = Kronecker(TABLE, (Term(psd(generator(), 1, 2), psd(generator(), 1, 5), 1.0),))
-    with pytest.raises(ValueError, match=r"differ in joint_bias or factored_damping"):
-        one + replace(one, **{option: not getattr(one, option)})
+    other = replace(one, **{option: not getattr(one, option)})
+    for add in (Kronecker.__add__, Kronecker.pooled):
+        with pytest.raises(CurvatureError, match=r"differ in joint_bias or factored_damping"):
+            add(one, other)
 
 
 def test_another_layout_of_the_same_size_cannot_be_added() -> None:
@@ -136,8 +154,93 @@ def test_another_layout_of_the_same_size_cannot_be_added() -> None:
     g = generator()
     turned = MatrixLayout(0, (2, 5), (1, 0), 1, 5, 2)
     one, other = (Kronecker(where, (Term(psd(g, 1, 2), psd(g, 1, 5), 1.0),)) for where in (TABLE, turned))
-    with pytest.raises(ValueError, match=r"cannot add .*layout"):
-        one + other
+    for add in (Kronecker.__add__, Kronecker.pooled):
+        with pytest.raises(CurvatureError, match=r"cannot add .*layout"):
+            add(one, other)
+
+
+# -- sums of products -------------------------------------------------------------------------------------------------
+
+
+def tasks(layout: MatrixLayout, count: int, seed: int = 0, damped: bool = False) -> list[Kronecker]:
+    found = [kronecker(layout, damped=damped)(generator(seed + i)).curvature for i in range(count)]
+    return [each for each in found if isinstance(each, Kronecker)]
+
+
+def test_differently_scaled_blocks_are_no_batches_of_one_data_set() -> None:
+    one, other = tasks(LINEAR_BIAS, 2)
+    with pytest.raises(CurvatureError, match=r"multiplied by 3 and 0\.5.*expected equal scales.*Add them with \+"):
+        (3 * one).pooled(0.5 * other)
+    close((2 * one).pooled(2 * other).dense(), 2 * one.pooled(other).dense())
+
+
+@pytest.mark.parametrize("layout", [WIDE_BIAS, GROUPED_BIAS, TABLE], ids=["bias", "groups", "table"])
+def test_a_large_sum_is_its_own_diagonal_in_the_eigenbasis_of_the_nearest_product(
+    layout: MatrixLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same trace, and nearer to the sum than the nearest product is; the distance is as stated."""
+    monkeypatch.setattr(eigenbasis, "DENSE_LIMIT", 0)
+    one, other = tasks(layout, 2)
+    total = 3 * one + 0.5 * other
+    exact, found = total.dense(), total.decomposed.dense()
+    product = Kronecker(layout, (Term(*nearest_kronecker([Term(*p.factors, 1.0) for p in total.parts]), 1.0),))
+    assert float(found.trace()) == pytest.approx(float(exact.trace()), rel=1e-12)
+    assert float((found - exact).norm()) < float((product.dense() - exact).norm())
+    assert total.merge_error == pytest.approx(float((found - exact).norm() / exact.norm()), rel=1e-9)
+    assert 0.01 < total.merge_error < 0.5
+    precision = total.with_prior(0.7)
+    eye = torch.eye(total.size, dtype=torch.float64)
+    close(precision.solve(eye), torch.linalg.inv(found + 0.7 * eye))
+    close((2 * total).with_prior(1.4).logdet(), precision.logdet() + total.size * torch.tensor(2.0).double().log())
+    rows = [outer(layout, generator(5), 1)]
+    close(total.sweep(rows, torch.tensor([0.7], dtype=torch.float64))[0], precision.squares(rows))
+
+
+def test_proportional_terms_lose_nothing_by_merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eigenbasis, "DENSE_LIMIT", 0)
+    (one,) = tasks(LINEAR_BIAS, 1)
+    total = one + 2 * one
+    assert total.merge_error < 1e-7
+    close(total.decomposed.dense(), 3 * one.dense())
+
+
+def test_up_to_the_limit_nothing_is_merged() -> None:
+    one, other = tasks(LINEAR_BIAS, 2)
+    assert (one + other).merge_error == 0
+    assert eigenbasis.DENSE_LIMIT >= 1000
+
+
+def test_factored_damping_damps_the_factors_of_the_nearest_product() -> None:
+    one, other = tasks(LINEAR_BIAS, 2, damped=True)
+    total = one + other
+    cols, rows = nearest_kronecker([Term(*p.factors, 1.0) for p in (one, other)])
+    nearest = Kronecker(LINEAR_BIAS, (Term(cols, rows, 1.0),), factored_damping=True)
+    close(total.with_prior(0.5).variance(), nearest.with_prior(0.5).variance())
+    exact = total.dense()
+    assert total.merge_error == pytest.approx(float((nearest.dense() - exact).norm() / exact.norm()), rel=1e-9)
+
+
+def test_beyond_the_limit_of_memory_the_two_terms_that_lose_least_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = tasks(LINEAR_BIAS, 2)
+    bytes_of_two = 2 * sum(8 * factor.numel() for factor in one.factors)
+    monkeypatch.setattr(eigenbasis, "TERMS_LIMIT", bytes_of_two)
+    total = one + other
+    with pytest.warns(LapwingWarning, match=r"exceeds the limit of .* were merged, at a relative distance of"):
+        total = total + 3 * one  # which is proportional to the first
+    assert len(total.parts) == 2
+    close(total.dense(), 4 * one.dense() + other.dense())
+    third = tasks(LINEAR_BIAS, 1, seed=7)[0]
+    with pytest.warns(LapwingWarning) as said:
+        merged = total + third
+    exact = total.dense() + third.dense()
+    distance = float((merged.dense() - exact).norm() / exact.norm())
+    assert f"distance of {distance:.2g} from" in str(said[0].message)
+
+
+def test_a_sum_of_products_is_stored_and_read() -> None:
+    one, other = tasks(LINEAR_BIAS, 2)
+    total = 3 * one + 0.5 * other
+    close(unpack(*pack(2 * total)).dense(), 2 * total.dense())
 
 
 def test_a_factor_that_is_clearly_indefinite_is_clamped_with_a_warning() -> None:

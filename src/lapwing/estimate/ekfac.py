@@ -117,7 +117,7 @@ class Vector(DiagonalVector):
 
 def _second(block: Block) -> Accumulator:
     if isinstance(block.curvature, Kronecker):
-        return Corrected.of(block.segments, CorrectedKronecker.of(block.curvature))
+        return Corrected.of(block.segments, block.curvature.in_eigenbasis())
     found = Known(block.segments, block.curvature)
     found.reason = block.reason
     return found
@@ -127,7 +127,7 @@ def _only(block: Block, tangent: Tangent) -> Accumulator:
     """A block in the basis of another curvature, from zero."""
     segments, curvature = block.segments, block.curvature
     if isinstance(curvature, Kronecker):
-        return Corrected.of(segments, CorrectedKronecker.of(curvature))
+        return Corrected.of(segments, curvature.in_eigenbasis())
     if isinstance(curvature, CorrectedKronecker):
         return Corrected.of(segments, curvature)
     found = exact_block(segments, isinstance(curvature, Dense), tangent)

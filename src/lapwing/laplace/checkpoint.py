@@ -82,7 +82,7 @@ def checkpointed(
         try:
             watched = Watched(segment, _nothing, seen.saw)
             found = laplace.recipe(tangent, laplace.distribution, watched, generator, progress.total)
-            progress.total = found if progress.total is None else progress.total + found
+            progress.total = found if progress.total is None else progress.total.pooled(found)
         except LapwingError as error:
             raise type(error)(f"from batch {start} on, counted from there: {error}") from error
         _check_rows(laplace, progress.total)

@@ -48,7 +48,7 @@ class Fitted:
             assert isinstance(self.fit, Tensor)
             assert isinstance(other.fit, Tensor)
             fit = self.fit + other.fit
-        curvature, count = self.curvature + other.curvature, self.n_data + other.n_data
+        curvature, count = self.curvature.pooled(other.curvature), self.n_data + other.n_data
         return Fitted(curvature, self.mean, fit, count, self.output_shape)
 
 

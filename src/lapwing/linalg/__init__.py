@@ -5,9 +5,10 @@ from lapwing.linalg.dense import CholeskyPrecision, Dense, EigenPrecision
 from lapwing.linalg.diagonal import Diagonal, DiagonalPrecision
 from lapwing.linalg.dual import Dual
 from lapwing.linalg.dual_precision import DualPrecision
-from lapwing.linalg.eigenbasis import Kronecker, KroneckerPrecision
+from lapwing.linalg.eigenbasis import Kronecker, KroneckerSum
 from lapwing.linalg.ekfac import CorrectedKronecker, EigenColumns
 from lapwing.linalg.factors import Term, nearest_kronecker
+from lapwing.linalg.kronecker_precision import KroneckerPrecision
 from lapwing.linalg.low_rank import LowRank
 from lapwing.linalg.psd import Curvature, LinearMap, Precision
 from lapwing.linalg.row_set import RowSet
@@ -30,6 +31,7 @@ __all__ = [
     "EigenPrecision",
     "Kronecker",
     "KroneckerPrecision",
+    "KroneckerSum",
     "LinearMap",
     "LookupRows",
     "LowRank",

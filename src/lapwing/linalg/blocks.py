@@ -67,6 +67,12 @@ class Blocks(Curvature):
 
     def __add__(self, other: Curvature) -> Blocks:
         """Block by block; parameters that the data of one of the two did not reach have the blocks of the other."""
+        return self._joined(other, lambda a, b: a + b)
+
+    def pooled(self, other: Curvature) -> Blocks:
+        return self._joined(other, lambda a, b: a.pooled(b))
+
+    def _joined(self, other: Curvature, both: Callable[[Curvature, Curvature], Curvature]) -> Blocks:
         other = same_kind(self, other)
         found = {block.segments: block for block in self.blocks}
         if list(found) != [block.segments for block in other.blocks]:
@@ -74,7 +80,7 @@ class Blocks(Curvature):
         for block in other.blocks:
             ours = found.get(block.segments)
             if ours is not None:
-                total = ours.curvature + block.curvature
+                total = both(ours.curvature, block.curvature)
                 found[block.segments] = replace(ours, curvature=total, reason=ours.reason or block.reason)
             elif not block.empty:
                 found[block.segments] = block

@@ -2,8 +2,9 @@
 
 The weight [O, I] is flat row-major, so the matrix is G (x) A in flat order; a bias is the last column, [a; 1].
 K independent groups (grouped convolution) are K such products. The two sums and the count are stored and the
-product is formed last, so any split of the data into batches gives the same curvature. An embedding's input side is
-diagonal (token counts) and stored as such.
+product is formed last: `pooled` adds sums and counts, so that any split of one data set gives the same curvature. `+`
+is the sum of two matrices, as of two tasks, which is no product: `KroneckerSum` keeps its terms. An embedding's input
+side is diagonal (token counts) and stored as such.
 
     >>> import torch
     >>> layout = MatrixLayout(0, (1, 2), (0, 1), groups=1, rows=1, cols=2)
@@ -14,15 +15,19 @@ diagonal (token counts) and stored as such.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import combinations, product
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.errors import CurvatureError
+from lapwing.errors import CurvatureError, LapwingWarning
+from lapwing.linalg.dense import Dense
+from lapwing.linalg.ekfac import CorrectedKronecker, EigenColumns, ties_of
 from lapwing.linalg.factors import (
     Factor,
     Term,
@@ -34,11 +39,14 @@ from lapwing.linalg.factors import (
     diagonal_of,
     eigen,
     factored_eigenvalues,
+    inner,
     joint_prior,
     last_entry,
     nearest_kronecker,
+    rotated_diagonal,
 )
-from lapwing.linalg.gram import Form, Lookup, Outer, add_grams, add_squares
+from lapwing.linalg.gram import Outer
+from lapwing.linalg.kronecker_precision import KroneckerPrecision
 from lapwing.linalg.psd import (
     Curvature,
     Multiple,
@@ -48,11 +56,10 @@ from lapwing.linalg.psd import (
     check_prior,
     check_rank,
     check_scale,
-    normal,
     same_kind,
 )
-from lapwing.linalg.rotation import EigenPart, each_part, rotated, swept
-from lapwing.linalg.rows import MatrixLayout, Piece, rows_of
+from lapwing.linalg.rotation import EigenPart, swept
+from lapwing.linalg.rows import MatrixLayout, Piece
 from lapwing.linalg.sweep import outer_sweep
 
 
@@ -77,18 +84,19 @@ class Kronecker(Curvature):
     def size(self) -> int:
         return self.layout.groups * self.layout.rows * self.layout.width
 
-    def __add__(self, other: Curvature) -> Kronecker:
+    def __add__(self, other: Curvature) -> KroneckerSum:
+        """The sum of the two matrices; both products are kept."""
+        return _added(self, other)
+
+    def pooled(self, other: Curvature) -> Kronecker:
         """Adds the sums and the counts: the curvature of both data sets, as if estimated in one pass."""
         other = same_kind(self, other)
-        if self.layout != other.layout:
+        _check_alike(self, other)
+        scales = [1 if each.multiple is None else each.multiple.scale for each in (self, other)]
+        if not bool(torch.as_tensor(scales[0] == scales[1])):
             raise CurvatureError(
-                f"cannot add a Kronecker block with layout {other.layout} to one with {self.layout}; expected the same "
-                "weight, used the same way. Fit both with one estimator and one model."
-            )
-        if (self.joint_bias, self.factored_damping) != (other.joint_bias, other.factored_damping):
-            raise CurvatureError(
-                "cannot add Kronecker blocks that differ in joint_bias or factored_damping; expected the same. Fit "
-                "both with the same options."
+                f"cannot pool Kronecker blocks multiplied by {float(scales[0]):.4g} and {float(scales[1]):.4g}; "
+                "expected equal scales, as of batches of one data set. Add them with +, which keeps both products."
             )
         return replace(self, terms=add_terms(self.terms, other.terms), multiple=None)
 
@@ -199,51 +207,162 @@ class Kronecker(Curvature):
             )
         ]
 
+    def in_eigenbasis(self) -> CorrectedKronecker:
+        """The same matrix as one that is diagonal in its eigenbasis: L = l_G l_A^T."""
+
+        def columns(joint: bool) -> tuple[EigenColumns, ...]:
+            return tuple(
+                EigenColumns(part.part.start, part.col_vectors, part.values, ties_of(col_values, part.col_vectors))
+                for part, col_values in self.eigenparts(joint)
+            )
+
+        row_values, row_vectors = self.eigen_rows
+        apart = columns(False) if self.joint_bias and self.layout.bias is not None else ()
+        ties = ties_of(row_values, row_vectors)
+        return CorrectedKronecker(self.layout, row_vectors, columns(self.joint_bias), apart, ties)
+
+
+DENSE_LIMIT = 2048
+"""Weights of a sum of products that is decomposed as one dense matrix: 33 MB, and a few seconds."""
+TERMS_LIMIT = 2**30
+"""Bytes of factors that a sum keeps; beyond, the two terms that lose least by it become one, with a warning."""
+
 
 @dataclass(frozen=True, eq=False)
-class KroneckerPrecision(Precision):
-    """Q diag(values) Q^T with Q = Q_G (x) Q_A and any eigenvalues, those of a product or corrected ones."""
+class KroneckerSum(Curvature):
+    """sum_t G_t (x) A_t of one weight and its bias: the curvature of several tasks. Memory O(T (O^2 + I^2)).
 
-    layout: MatrixLayout
-    parts: tuple[EigenPart, ...]
+    Products with vectors, the diagonal and the dense form are exact. With a prior there is no eigenbasis Q_G (x) Q_A:
+    up to DENSE_LIMIT weights the sum is decomposed as one dense matrix, exactly and for any prior. A larger one is
+    replaced by its diagonal in the eigenbasis of the product that is nearest to it: of the same trace, and never
+    further from it than that product; `merge_error` says how far. Factored damping takes the factors of that product.
+    """
+
+    parts: tuple[Kronecker, ...]
+    multiple: Multiple[KroneckerSum] | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
-        return self.layout.groups * self.layout.rows * self.layout.width
+        return self.parts[0].size
+
+    def __add__(self, other: Curvature) -> KroneckerSum:
+        return _added(self, other)
+
+    def __mul__(self, scale: float | int | Tensor) -> KroneckerSum:
+        scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
+        return KroneckerSum(tuple(part * scale for part in self.parts), Multiple(root.of, root.scale * scale))
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
-        matrix = self.layout.gather(v)
-        return each_part(self.layout, self.parts, lambda part: part.multiplied(matrix[..., part.part]))
+        return reduce(torch.add, (part.mv(v) for part in self.parts))
 
-    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
-        matrix = self.layout.gather(v)
-        return each_part(self.layout, self._inverse, lambda part: part.multiplied(matrix[..., part.part]))
+    def diagonal(self) -> Float[Tensor, " params"]:
+        return reduce(torch.add, (part.diagonal() for part in self.parts))
 
-    def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
-        shape = (n, self.layout.groups, self.layout.rows, self.layout.width)
-        noise = normal(shape, self.parts[0].values, generator)
-        return each_part(
-            self.layout, self.parts, lambda part: part.rotate_back(noise[..., part.part] * part.values.rsqrt())
-        )
+    def dense(self) -> Float[Tensor, "params params"]:
+        return reduce(torch.add, (part.dense() for part in self.parts))
 
-    def logdet(self) -> Float[Tensor, ""]:
-        return torch.stack([part.values.log().sum() for part in self.parts]).sum()
-
-    def variance(self) -> Float[Tensor, " params"]:
-        return each_part(self.layout, self._inverse, EigenPart.diagonal)
+    @cached_property
+    def decomposed(self) -> Dense | Kronecker | CorrectedKronecker:
+        """What takes the place of the sum when a prior is added."""
+        if self.multiple is not None:
+            return self.multiple.of.decomposed * self.multiple.scale
+        if self.parts[0].factored_damping:
+            return _nearest(self.parts)
+        if self.size <= DENSE_LIMIT:
+            return Dense(self.dense())
+        basis = _nearest(self.parts).in_eigenbasis()
+        terms = [part.factors for part in self.parts]
+        return basis.with_values([_diagonal_in(part, terms) for part in basis.parts]).averaged()
 
     @property
-    def _inverse(self) -> list[EigenPart]:
-        return [replace(part, values=part.values.reciprocal()) for part in self.parts]
+    def merge_error(self) -> float:
+        """Relative distance, in Frobenius norm, of `decomposed` from the sum."""
+        found, whole = self.decomposed, float(_inner(self.parts, self.parts))
+        if isinstance(found, Dense):
+            return 0.0
+        if isinstance(found, Kronecker):
+            square = _distance(self.parts, found)
+        else:  # a projection of the sum: the squares of what is kept and of what is not add up
+            square = whole - sum(float(each.values.double().square().sum()) for each in found.columns)
+        return (max(square, 0.0) / whole) ** 0.5 if whole else 0.0
 
-    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
-        """Without sharing sum_j (g Q_G)_j (g' Q_G)_j [(a Q_A)^2 D^T]_j, with D the inverse eigenvalues."""
-        return add_grams(self._weighted(pieces), *rows_of(pieces[0]))
+    def with_prior(self, precision: float | int | Tensor) -> Precision:
+        return self.decomposed.with_prior(precision)
 
-    def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
-        return add_squares(self._weighted(pieces), *rows_of(pieces[0]))
+    def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
+        return self.decomposed.sweep(pieces, precisions)
 
-    def _weighted(self, pieces: Sequence[Piece]) -> Iterator[tuple[slice, Form, Tensor]]:
-        for points, form, part in rotated(self.layout, self._inverse, pieces):
-            # a lookup has one weight per entry of the table, and the table is one group
-            yield points, form, part.values[0] if isinstance(form, Lookup) else part.values
+    def merged(self) -> tuple[KroneckerSum, float]:
+        """One term less: the two that lose least become their nearest product. Also what that loses, relative."""
+        pairs = [[self.parts[i], self.parts[j]] for i, j in combinations(range(len(self.parts)), 2)]
+        products = [_nearest(pair) for pair in pairs]
+        lost = [_distance(pair, product) for pair, product in zip(pairs, products, strict=True)]
+        best = min(range(len(pairs)), key=lost.__getitem__)
+        kept = [part for part in self.parts if all(part is not each for each in pairs[best])]
+        error = (max(lost[best], 0.0) / max(float(_inner(self.parts, self.parts)), 1e-300)) ** 0.5
+        return KroneckerSum((*kept, products[best])), error
+
+
+def _added(ours: Kronecker | KroneckerSum, other: Curvature) -> KroneckerSum:
+    if not isinstance(other, (Kronecker, KroneckerSum)):
+        same_kind(ours, other)  # raises
+    assert isinstance(other, (Kronecker, KroneckerSum))
+    parts = [part for each in (ours, other) for part in (each.parts if isinstance(each, KroneckerSum) else (each,))]
+    for part in parts[1:]:
+        _check_alike(parts[0], part)
+    parts = [part for part in parts if part.terms] or parts[:1]  # the data of some did not reach the weight
+    total = KroneckerSum(tuple(parts))
+    held = sum(factor.numel() * factor.element_size() for factor in parts[0].factors)
+    while len(total.parts) > 1 and held * len(total.parts) > TERMS_LIMIT:
+        total, error = total.merged()
+        warnings.warn(
+            f"a sum of {len(total.parts) + 1} Kronecker products of {held / 1e6:.0f} MB each exceeds the limit of "
+            f"{TERMS_LIMIT / 1e6:.0f} MB; two of them were merged, at a relative distance of {error:.2g} from the sum.",
+            LapwingWarning,
+            stacklevel=4,
+        )
+    return total
+
+
+def _check_alike(ours: Kronecker, other: Kronecker) -> None:
+    same_kind(ours, other)
+    if ours.layout != other.layout:
+        raise CurvatureError(
+            f"cannot add a Kronecker block with layout {other.layout} to one with {ours.layout}; expected the same "
+            "weight, used the same way. Fit both with one estimator and one model."
+        )
+    if (ours.joint_bias, ours.factored_damping) != (other.joint_bias, other.factored_damping):
+        raise CurvatureError(
+            "cannot add Kronecker blocks that differ in joint_bias or factored_damping; expected the same. Fit "
+            "both with the same options."
+        )
+
+
+def _nearest(parts: Sequence[Kronecker]) -> Kronecker:
+    """The product nearest to the sum of the parts."""
+    cols, rows = nearest_kronecker([Term(*part.factors, 1.0) for part in parts])
+    return replace(parts[0], terms=(Term(cols, rows, 1.0),), multiple=None)
+
+
+def _inner(ours: Sequence[Kronecker], theirs: Sequence[Kronecker]) -> float:
+    """The sum of all <G (x) A, G' (x) A'>, a factor at a time."""
+    total = 0.0
+    for a, b in product(ours, theirs):
+        (cols, rows), (other_cols, other_rows) = a.factors, b.factors
+        across = sum(inner(cut(cols, part), cut(other_cols, part)) for part in column_parts(a.layout, a.joint_bias))
+        total += float((inner(rows, other_rows) * across).sum())
+    return total
+
+
+def _distance(parts: Sequence[Kronecker], one: Kronecker) -> float:
+    """The square of the Frobenius distance of a product from the sum of the parts."""
+    return _inner(parts, parts) - 2 * _inner(parts, [one]) + _inner([one], [one])
+
+
+def _diagonal_in(basis: EigenPart, terms: Sequence[tuple[Factor, Factor]]) -> Tensor:
+    """The diagonal of sum_t G_t (x) A_t in the basis, as a matrix [K, O, width of part]."""
+    found = torch.zeros_like(basis.values)
+    for cols, rows in terms:
+        row = rotated_diagonal(rows, basis.row_vectors)
+        found += row[:, :, None] * rotated_diagonal(cut(cols, basis.part), basis.col_vectors)[:, None, :]
+    return found

@@ -28,8 +28,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.eigenbasis import Kronecker, KroneckerPrecision
 from lapwing.linalg.factors import block_priors, joint_prior, last_entry
+from lapwing.linalg.kronecker_precision import KroneckerPrecision
 from lapwing.linalg.psd import (
     Curvature,
     check_finite,
@@ -77,21 +77,6 @@ class CorrectedKronecker(Curvature):
     columns: tuple[EigenColumns, ...]
     apart: tuple[EigenColumns, ...] = ()
     row_ties: Int[Tensor, "groups rows"] | None = None
-
-    @staticmethod
-    def of(block: Kronecker) -> CorrectedKronecker:
-        """A Kronecker block in this form, uncorrected: L = l_G l_A^T."""
-
-        def columns(joint: bool) -> tuple[EigenColumns, ...]:
-            return tuple(
-                EigenColumns(part.part.start, part.col_vectors, part.values, _ties(col_values, part.col_vectors))
-                for part, col_values in block.eigenparts(joint)
-            )
-
-        row_values, row_vectors = block.eigen_rows
-        apart = columns(False) if block.joint_bias and block.layout.bias is not None else ()
-        ties = _ties(row_values, row_vectors)
-        return CorrectedKronecker(block.layout, row_vectors, columns(block.joint_bias), apart, ties)
 
     @property
     def size(self) -> int:
@@ -184,7 +169,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
-def _ties(values: Float[Tensor, "groups d"], vectors: Tensor | None) -> Int[Tensor, "groups d"] | None:
+def ties_of(values: Float[Tensor, "groups d"], vectors: Tensor | None) -> Int[Tensor, "groups d"] | None:
     """Numbers of the eigenspaces. Unit vectors (None) are no choice of rounding, whatever their eigenvalues."""
     if vectors is None:
         return None

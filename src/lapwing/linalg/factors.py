@@ -92,6 +92,21 @@ def diagonal_of(factor: Factor) -> Tensor:
     return factor if factor.dim() == 2 else factor.diagonal(dim1=1, dim2=2)
 
 
+def inner(a: Factor, b: Factor) -> Float[Tensor, " groups"]:
+    """The inner product tr(A B) of every group, in float64."""
+    both = _same_form([a, b]).double()
+    return (both[0] * both[1]).flatten(1).sum(1)
+
+
+def rotated_diagonal(factor: Factor, vectors: Tensor | None) -> Float[Tensor, "groups d"]:
+    """The diagonal of Q^T A Q; None stands for unit vectors."""
+    if vectors is None:
+        return diagonal_of(factor)
+    if factor.dim() == 2:
+        return (factor.unsqueeze(1) @ vectors.square()).squeeze(1)
+    return (vectors * (factor @ vectors)).sum(1)
+
+
 def cut(factor: Factor, part: slice) -> Factor:
     return factor[:, part] if factor.dim() == 2 else factor[:, part, part]
 

@@ -61,7 +61,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def __add__(self, other: Curvature) -> Curvature:
-        """The curvature of the union of two data sets, at the same parameters."""
+        """The sum of the two matrices: curvatures of two tasks, each perhaps scaled, at the same parameters."""
 
     @abstractmethod
     def __mul__(self, scale: float | int | Tensor) -> Curvature: ...
@@ -79,6 +79,13 @@ class Curvature(ABC):
     @abstractmethod
     def with_prior(self, precision: float | int | Tensor) -> Precision:
         """Curvature + diag(precision): a number for an isotropic prior, or a vector [P]."""
+
+    def pooled(self, other: Curvature) -> Curvature:
+        """The curvature of one data set of which the two have seen a part each, as if estimated in one pass.
+
+        The sum, except where a curvature is no sum over data, as a Kronecker product is not.
+        """
+        return self + other
 
     def __rmul__(self, scale: float | int | Tensor) -> Curvature:
         return self * scale

@@ -42,6 +42,7 @@ register(
     linalg.Blocks,
     linalg.Block,
     linalg.Kronecker,
+    linalg.KroneckerSum,
     linalg.CorrectedKronecker,
     linalg.EigenColumns,
     factors.Term,
