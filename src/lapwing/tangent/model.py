@@ -56,6 +56,7 @@ class Tangent:
     differentiable: bool = False
     _probes: dict[tuple, Probe] = field(default_factory=dict, repr=False)
     _twice: bool | None = field(default=None, repr=False)
+    _routed: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.space is None:
@@ -122,16 +123,17 @@ class Tangent:
             value, record = self._record(x, parameters, found, graph)
             if record.signature == found.signature:
                 return value, record, found
-        elif batch_size(x) > FEW_SAMPLES:
+        elif batch_size(x) > FEW_SAMPLES and not self._routed:
             with suppress(ModelError):  # a model made for one batch size; other errors come again below
                 few = self._probe(take(x, slice(0, FEW_SAMPLES)), parameters, modes)
                 value, record = self._record(x, parameters, few, graph)
-                carried = few.carried_over(record, batch_size(x)) if few.settled else None
+                carried = few.carried_over(record, batch_size(x)) if few.settled and not record.routed else None
                 if carried is not None:
                     self._probes[key] = carried
                     return value, record, carried
         # a new shape of few samples, or the model does something else with this data
         found = probe(self.model, self.space, parameters, x)
+        self._routed |= found.routed
         if found.settled:
             self._probes[key] = found
         return *self._record(x, parameters, found, graph), found

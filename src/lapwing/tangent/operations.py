@@ -25,6 +25,15 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transp
 _RESHAPED = frozenset(
     (F.linear, F.bilinear, F.embedding, F.instance_norm, torch.matmul, Tensor.matmul, torch.einsum, *_CONVOLUTIONS)
 )
+INDEXING = frozenset(
+    f"{name}{end}"
+    for name in (
+        "__getitem__", "__setitem__", "index", "index_select", "index_add", "index_copy", "index_put", "gather", "take",
+        "take_along_dim", "masked_select", "masked_scatter", "scatter", "scatter_add", "scatter_reduce",
+        "repeat_interleave", "_pack_padded_sequence",
+    )
+    for end in ("", "_")
+)  # fmt: skip
 WRITING, REFUSABLE = "writes into its first argument", "may be random, or couple samples"
 
 
@@ -36,6 +45,9 @@ class TensorSet:
 
     def add(self, *found: Tensor) -> None:
         self._known.update((id(tensor), weakref.ref(tensor)) for tensor in found)
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
 
     def __contains__(self, tensor: Tensor) -> bool:
         known = self._known.get(id(tensor))

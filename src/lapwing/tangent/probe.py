@@ -1,7 +1,7 @@
 """The probe: what is found out about a model once per shape of its input, so that nothing has to be assumed.
 
-- The model is run with one sample changed, and differentiated at one sample: what moves belongs to that sample, which
-  gives the sample axis of every use.
+- The model is run with one sample changed, and differentiated: what moves belongs to that sample, which gives the
+  sample axis of every use. Cotangents that are scaled by another power of two for every sample verify it for all.
 - A sample run alone must give what it gives in its batch: coupled samples are refused, and so are random models.
 - A parameter that was used where the recorder does not see it (inside a custom autograd function, say; `paths` finds
   it in the graph) is left to the slow path, and so is one whose rows at one sample are not autograd's own gradient.
@@ -34,7 +34,8 @@ class Probe:
     """For inputs of one shape: the sample axis of each use (by event number), and events that depend on the data.
 
     `opaque` names parameters that the record does not explain, with the operation; `settled` is False when the data
-    left something open, so that the next batch is probed again. `operations` and `sizes` (of the positions of each use)
+    left something open, so that the next batch is probed again; `routed` says that it always will be, because the data
+    decide which way they take through the network. `operations` and `sizes` (of the positions of each use)
     say what was seen, so that a probe of a few samples can be carried over to many.
     """
 
@@ -45,6 +46,7 @@ class Probe:
     settled: bool = True
     operations: tuple[str, ...] = ()
     sizes: dict[int, list[int]] = field(default_factory=dict)
+    routed: bool = False
 
     def carried_over(self, record: Record, batch: int) -> Probe | None:
         """This probe for the record of another batch size, or None if not just the sample axes have grown."""
@@ -83,9 +85,12 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
     # events that depend on the data although nothing that went in was known to: found one round at a time
     dependent: frozenset[int] = frozenset()
     changed = changed_sample(x, middle)
-    other, other_value = base, value
+    other, other_value, choice = base, value, False
     while changed is not None:
         other, other_value = run(changed, dependent)
+        if _other_ways(base, other):
+            choice, changed = _check_ways(model, x, value, alone), None
+            break
         hidden = _changed_events(base, other) - dependent - {n for n, e in enumerate(base.events) if e.dependent}
         if not hidden:
             break
@@ -98,26 +103,29 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
     sizes = {number: _position_sizes(use) for number, use in uses}
     open_axes = {number: _possible(use, sizes[number], batch) for number, use in uses}
     names = [name for name in space.names if name not in base.opaque]
-    of_middle: tuple[Tensor | None, ...] = ()
+    # one backward pass serves both questions: which positions belong to the sample, and what the record leaves out
+    of_middle = _gradients(
+        value, [*(use.edge for _, use in uses), *(parameters[n] for n in names)], _one(value, middle)
+    )
+    for (number, use), grad in zip(uses, of_middle[: len(uses)], strict=True):
+        open_axes[number] = _backward_consistent(use, grad, open_axes[number], middle)
+    _keep_consistent(uses, open_axes, value)
     wanted = (middle,) if alone else (middle, 0, batch - 1)
     for sample in dict.fromkeys((middle, 0, batch - 1)):
-        if sample not in wanted and all(len(found) == 1 for found in open_axes.values()):
+        if sample not in wanted and all(len(found) < 2 for found in open_axes.values()):
             break
         if sample != middle:
-            changed = changed_sample(x, sample)
+            changed = None if choice else changed_sample(x, sample)
             other, other_value = (base, value) if changed is None else run(changed, dependent)
-        if changed is not None:
-            if batch > 1:
-                _check_independent(value, other_value, sample)
-            for number, use in uses:
-                event, again = base.events[number], other.events[number]
-                open_axes[number] = _forward_consistent(use, event, again, open_axes[number], sample)
-        # one backward pass serves both questions: which positions belong to the sample, and what the record leaves out
-        wrt = [parameters[name] for name in names] if sample == middle else []
-        gradients = _gradients(value, [*(use.edge for _, use in uses), *wrt], sample)
-        of_middle = gradients if sample == middle else of_middle
-        for (number, use), grad in zip(uses, gradients[: len(uses)], strict=True):
-            open_axes[number] = _backward_consistent(use, grad, open_axes[number], sample)
+            if _other_ways(base, other):
+                choice, changed = _check_ways(model, x, value, alone), None
+        if changed is None:
+            continue
+        if batch > 1:
+            _check_independent(value, other_value, sample)
+        for number, use in uses:
+            event, again = base.events[number], other.events[number]
+            open_axes[number] = _forward_consistent(use, event, again, open_axes[number], sample)
 
     opaque = unseen | {
         name: use.operation
@@ -131,9 +139,10 @@ def probe(model: nn.Module, space: ParamSpace, parameters: dict[str, Tensor], x:
     by_use = dict(zip((number for number, _ in uses), of_middle[: len(uses)], strict=True))
     by_name = dict(zip(names, of_middle[len(uses) :], strict=True))
     opaque |= _unexplained(space, parameters, base, axes, by_use, by_name, middle)
-    settled = all(len(found) < 2 for found in open_axes.values())
+    routed = choice or base.routed
+    settled = not routed and all(len(found) < 2 for found in open_axes.values())
     operations = tuple(event.name for event in base.events)
-    return Probe(axes, dependent, opaque, base.signature, settled, operations, sizes)
+    return Probe(axes, dependent, opaque, base.signature, settled, operations, sizes, routed)
 
 
 # -- sample axes ----------------------------------------------------------------------------------------------------
@@ -145,7 +154,9 @@ def _position_sizes(use: Use) -> list[int]:
 
 
 def _possible(use: Use, sizes: list[int], batch: int) -> list[SampleAxis]:
-    """Every axis the samples may lie along; none if the operation sees them one by one, or in parts."""
+    """Every axis the samples may lie along; none if the operation sees them one by one, in parts, or not at all."""
+    if 0 in sizes:
+        return []
     if batch == 1:  # every position belongs to the one sample, and any axis along which no parameter varies will do
         found = [SampleAxis(axis, 1, 1, size) for axis, size in enumerate(sizes)]
         return [axis for axis in found if not (isinstance(use, Broadcast) and use.blocked(axis.axis))][:1]
@@ -171,18 +182,55 @@ def _consistent(use: Use, moved: Bool[Tensor, "..."], found: list[SampleAxis], s
     return [axis for axis in found if not bool((moved & ~axis.member(moved.shape, sample).to(moved.device)).any())]
 
 
-def _cotangent(value: Tensor, sample: int) -> Tensor:
-    """Different weights for the outputs of one sample, zero for the others; no random numbers are drawn."""
+def _weights(value: Tensor) -> Tensor:
+    """Different weights for the outputs of a sample, the same for every sample; no random numbers are drawn."""
+    count = torch.arange(value[0].numel(), device=value.device, dtype=torch.float64)
+    return (1.25 + torch.cos(1 + 2 * count)).reshape(value[0].shape).to(value.dtype).expand(value.shape)
+
+
+def _one(value: Tensor, sample: int) -> Tensor:
+    """The weights for one sample, zero for the others."""
     u = torch.zeros_like(value)
-    count = torch.arange(u[sample].numel(), device=u.device, dtype=torch.float64)
-    u[sample] = (1.25 + torch.cos(1 + 2 * count)).reshape(u[sample].shape).to(u.dtype)
+    u[sample] = _weights(value)[sample]
     return u
 
 
-def _gradients(value: Tensor, inputs: list[Any], sample: int) -> tuple[Tensor | None, ...]:
+def _gradients(value: Tensor, inputs: list[Any], cotangent: Tensor) -> tuple[Tensor | None, ...]:
     if not value.requires_grad or not inputs:
         return (None,) * len(inputs)
-    return torch.autograd.grad(value, inputs, _cotangent(value, sample), retain_graph=True, allow_unused=True)
+    return torch.autograd.grad(value, inputs, cotangent, retain_graph=True, allow_unused=True)
+
+
+_DIGITS = 8
+"""Codes of one pass: powers of two, by which numbers are multiplied without rounding, in any precision."""
+
+
+def _keep_consistent(uses: list[tuple[int, Use]], open_axes: dict[int, list[SampleAxis]], value: Tensor) -> None:
+    """Drops every axis that some sample contradicts: what is linear in u_n alone is multiplied by the code of n."""
+    left = [(number, use) for number, use in uses if open_axes[number]]
+    if len(value) == 1 or not left:
+        return
+    weights, edges = _weights(value), [use.edge for _, use in left]
+    plain = _gradients(value, edges, weights)
+    index = torch.arange(len(value), device=value.device)
+    for place in range(len(value)):
+        digit = index // _DIGITS**place % _DIGITS
+        if place and not bool(digit.any()):
+            break
+        code = torch.pow(2.0, digit).to(value.dtype)
+        coded = _gradients(value, edges, weights * code.reshape(-1, *(1,) * (value.dim() - 1)))
+        for (number, use), before, after in zip(left, plain, coded, strict=True):
+            if before is not None and after is not None:
+                open_axes[number] = [a for a in open_axes[number] if _coded(use, before, after, a, code)]
+
+
+def _coded(use: Use, before: Tensor, after: Tensor, axis: SampleAxis, code: Tensor) -> bool:
+    before, after = (use.positions(grad.unsqueeze(0)).squeeze(0) for grad in (before, after))
+    along = code.to(before.dtype).repeat_interleave(axis.inner).repeat(axis.outer)
+    expected = before * along.reshape([-1 if place == axis.axis else 1 for place in range(before.dim())])
+    eps = torch.finfo(before.dtype).eps
+    off = (after - expected).abs() > eps**0.5 * expected.abs() + 16 * eps * after.abs().max()
+    return not bool(off.any())
 
 
 # -- independence ---------------------------------------------------------------------------------------------------
@@ -238,13 +286,23 @@ def _refuse_reentrant(value: Tensor) -> None:
         stack += [function for function, _ in node.next_functions]
 
 
-def _changed_events(base: Record, other: Record) -> frozenset[int]:
-    names = [event.name for event in base.events], [event.name for event in other.events]
-    if names[0] != names[1]:
+def _other_ways(base: Record, other: Record) -> bool:
+    """Whether other operations were called: a choice in Python that depends on the data."""
+    return [event.name for event in base.events] != [event.name for event in other.events]
+
+
+def _check_ways(model: nn.Module, x: Any, value: Tensor, alone: bool) -> bool:
+    """Samples may choose their ways, each for itself: then each gives the same alone. Refused if not."""
+    if not alone or not _check_alone(model, x, value, list(range(len(value)))):
         raise ModelError(
-            "the operations of the forward pass change with the data (control flow in Python); expected the same "
-            "operations for every input of one shape. Write the choice with torch.where."
+            "the operations of the forward pass change with the data (control flow in Python), and the model cannot be "
+            "run on one data point to see what it does with it; expected the same operations for every input of one "
+            "shape. Write the choice with torch.where."
         )
+    return True
+
+
+def _changed_events(base: Record, other: Record) -> frozenset[int]:
     return frozenset(
         number
         for number, (a, b) in enumerate(zip(base.events, other.events, strict=True))

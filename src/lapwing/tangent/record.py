@@ -7,7 +7,7 @@ without a rule makes its parameters *opaque*: they are differentiated sample by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import tensors
 from lapwing.tangent.operations import (
+    INDEXING,
     RECURRENT,
     REFUSABLE,
     TensorSet,
@@ -41,7 +42,8 @@ _SAME_ENTRIES = frozenset(
     getattr(Tensor, name)
     for name in ("to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone")
 )
-_SIZES = (int, str)
+_SIZES = frozenset((int, str, bool))
+_NESTED = frozenset((list, tuple, slice))
 
 
 @dataclass
@@ -56,13 +58,18 @@ class Event:
 
 @dataclass
 class Record:
-    """What a forward pass left: events in order, and the parameters no rule covers, with the operation at fault."""
+    """What a forward pass left: events in order, and the parameters no rule covers, with the operation at fault.
+
+    `routed` says that data were put in an order that depends on them before a parameter was used (experts that see some
+    of the rows, rows sorted by length): which rows belong to which data point is then another matter in every batch.
+    """
 
     events: list[Event] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)
     derived: dict[str, str] = field(default_factory=dict)
     trace: int = 0
     paths: Paths = field(default_factory=Paths)
+    routed: bool = False
 
     @property
     def uses(self) -> list[tuple[int, Use]]:
@@ -130,6 +137,7 @@ class Recorder(TorchFunctionMode):
             self._register(parameters[name], alias)
         self._data = TensorSet()
         self._data.add(*tensors(inputs))
+        self._routed = TensorSet()
 
     # -- what is known of a tensor ---------------------------------------------------------------------------------
 
@@ -160,10 +168,11 @@ class Recorder(TorchFunctionMode):
         if kind is REFUSABLE:
             refuse_train_mode(func, args, kwargs)
         # the operations, also those on data alone, and their axes and sizes: another batch may take another way
-        self.record.trace = hash((self.record.trace, name, *(a for a in args if type(a) in _SIZES)))
+        self.record.trace = hash((self.record.trace, name, *_plain(args), *(_plain(kwargs.values()) if kwargs else ())))
         given = flat(args, kwargs)
         read = [t for t in given if id(t) in self._sources]
         data = any(t in self._data for t in given)
+        routed = data and self._routes(name, given)
         target = written_to(kind, args, kwargs)
         # inside torch.func the tensors are wrapped, and the graph behind them is not the outer one: left to the walk
         if not read or maybe_current_level() is not None:
@@ -171,6 +180,8 @@ class Recorder(TorchFunctionMode):
             if data:
                 self._mark(out)
                 self._mark(target)
+            if routed:
+                self._routed.add(*flat((out, target), {}))
             return out
         if func in IN_PLACE and args and isinstance(args[0], Tensor):
             before = (args[0].clone() if self._graph else args[0].detach().clone(), *args[1:])
@@ -185,12 +196,24 @@ class Recorder(TorchFunctionMode):
                 out = func(*args, **kwargs)
         else:
             out = owned(func, func(*args, **kwargs), given)
+        if routed:
+            self.record.routed = True
+            self._routed.add(*flat((out, target), {}))
         written = target is not None and target._version != version
         if target is not None and written and (out is not target or id(target) in self._sources):
             self._write(func, target, names, data)
         else:
             self._note(func, before, kwargs, out, read, data, onward)
         return out
+
+    def _routes(self, name: str, given: list[Tensor]) -> bool:
+        """Whether data are indexed by something that depends on the data, now or before."""
+        if self._routed and any(t in self._routed for t in given):
+            return True
+        if name not in INDEXING:
+            return False
+        indexed = [t for t in given[1:] if not t.is_floating_point() and t in self._data]
+        return bool(indexed) and (given[0] in self._data or len(given) > 2)
 
     def _names(self, read: list[Tensor]) -> frozenset[str]:
         return frozenset().union(*(source.names for source in map(self.source, read) if source is not None))
@@ -262,3 +285,16 @@ class Recorder(TorchFunctionMode):
         if func in _SAME_ENTRIES:
             return first
         return view_alias(out, self._parameters[first.name], self._whole[first.name])
+
+
+def _plain(values: Iterable[Any]) -> tuple:
+    """Whole numbers, strings, and what lists and slices hold of them: the part of a call that is no tensor."""
+    return tuple(
+        value if type(value) in _SIZES else _plain(_parts(value))
+        for value in values
+        if type(value) in _SIZES or type(value) in _NESTED
+    )
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return (value.start, value.stop, value.step) if isinstance(value, slice) else value
