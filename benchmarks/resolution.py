@@ -240,7 +240,7 @@ def picture(found: dict[str, list[dict]], lines: list[dict], path: Path) -> None
         axis.set_xticks([size**2 for size in SIZES[::2]], [f"{size}x{size}" for size in SIZES[::2]])
         axis.set_xticks([], minor=True)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False, handlelength=4)
+        axis.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, handlelength=4)
     figure.savefig(path, dpi=130)
 
 

@@ -91,6 +91,24 @@ def test_a_library_from_another_place_is_not_clean(tree: Path, monkeypatch: pyte
     assert not provenance.committed([], tree)["clean"]
 
 
+def test_rerun_copies_what_a_good_run_wrote(tree: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rerun = module("experiments/rerun.py", monkeypatch)
+    (tree / "good.py").write_text(
+        "from pathlib import Path\nimport os\nPath('experiments/c00/results.json').write_text(os.environ['PYTHONPATH'])\n"
+        "Path('experiments/c00/new.png').write_text('picture')\n"
+    )
+    (tree / "bad.py").write_text("open('experiments/common.py', 'w').write('half')\nraise SystemExit(3)\n")
+    git(tree, "add", ".")
+    git(tree, "commit", "--quiet", "-m", "scripts")
+    into = tmp_path_factory.mktemp("into")
+    assert rerun.rerun(["good.py"], tree, into)
+    assert (into / "experiments/c00/results.json").read_text() == str(tree / "src")
+    assert (into / "experiments/c00/new.png").read_text() == "picture"
+    assert not rerun.rerun(["bad.py"], tree, into)
+    assert not (into / "experiments/common.py").exists()
+    assert rerun.written(tree) == []
+
+
 # -- words and figures ------------------------------------------------------------------------------------------------
 
 
