@@ -122,6 +122,7 @@ class Experiment:
         Its figures as "over_seeds" (see `spread`) and "by_seed", and every check as a list with one entry a seed. Only
         the first seed may save a picture. `study` has to be a function of the module that is run.
         """
+        torch.set_num_threads(1)
         seeds = self.config["seeds"]
         runs = [replace(self, config=self.config | {"seed": seed}) for seed in seeds]
         if self.smoke:
@@ -186,7 +187,7 @@ Study = Callable[[Experiment], tuple[Figures, Checks]]
 
 
 def _one(study: Study, experiment: Experiment) -> tuple[Figures, Checks]:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # figures then depend on no number of cores
     experiment.prepare()
     return study(experiment)
 

@@ -70,7 +70,11 @@ def verdict(results: Mapping[str, Any]) -> str:
     held = results["held"].values()
     if all(held):
         return f"**Held**: all {len(held)} checks"
-    return f"**Held in part**: {sum(held)} of {len(held)} checks" if any(held) else f"**Not held**: none of {len(held)}"
+    return (
+        f"**Held in part**: {sum(held)} of {len(held)} checks"
+        if any(held)
+        else f"**Not held**: 0 of {len(held)} checks"
+    )
 
 
 def checks(results: Mapping[str, Any]) -> str:

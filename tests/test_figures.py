@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="a distribution has no experiments")
 EXPERIMENTS = sorted(path.parent for path in (ROOT / "experiments").glob("*/config.json"))
 
 
@@ -94,7 +95,8 @@ def test_a_library_from_another_place_is_not_clean(tree: Path, monkeypatch: pyte
 def test_rerun_copies_what_a_good_run_wrote(tree: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rerun = module("experiments/rerun.py", monkeypatch)
     (tree / "good.py").write_text(
-        "from pathlib import Path\nimport os\nPath('experiments/c00/results.json').write_text(os.environ['PYTHONPATH'])\n"
+        "import os\nfrom pathlib import Path\n"
+        "Path('experiments/c00/results.json').write_text(os.environ['PYTHONPATH'])\n"
         "Path('experiments/c00/new.png').write_text('picture')\n"
     )
     (tree / "bad.py").write_text("open('experiments/common.py', 'w').write('half')\nraise SystemExit(3)\n")
