@@ -20,6 +20,7 @@ from lapwing.errors import CurvatureError, DataError, LapwingError, OptionError,
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.checkpoint import digest
 from lapwing.laplace.face import CLASSES
+from lapwing.likelihoods import from_function
 from lapwing.serialize import pack, read
 from lapwing.serialize.files import PARTIAL
 from unchanged import unchanged
@@ -280,6 +281,77 @@ def test_another_fit_is_refused(
     assert "delete the file" in str(error.value)
     assert path.read_bytes() == before
     assert la.n_data == 0
+
+
+class Small(nn.Module):
+    """What it computes is not in its weights alone."""
+
+    def __init__(self, activation: nn.Module, scale: float = 1.0, shift: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.activation, self.scale = nn.Linear(D, C), activation, scale
+        self.register_buffer("shift", torch.full((C,), shift), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.layer(x)) * self.scale + self.shift
+
+
+class Twice(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def _renamed() -> Small:
+    """The same names and other code, as after an edit of a script."""
+    kind = type("Small", (Small,), {"forward": Twice.forward, "__qualname__": "Small", "__module__": Small.__module__})
+    return kind(nn.Tanh())
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    with pytest.raises(KeyboardInterrupt):
+        made(structure="diag", model=Small(nn.Tanh())).fit(
+            Interrupted(batches(), 4), checkpoint=path, checkpoint_every=2
+        )
+    for model, message in (
+        (Small(nn.ReLU()), "class 'ReLU' at 'activation', and had 'Tanh'"),
+        (Small(nn.Tanh(), scale=2.0), "scale = 2.0, and had 1.0"),
+        (Small(nn.Tanh(), shift=1.0), "weights or buffers have other numbers"),
+        (_renamed(), "other code in the class 'Small'"),
+    ):
+        with unchanged(model), pytest.raises(StorageError, match=message):
+            made(structure="diag", model=model).fit(batches(), checkpoint=path, checkpoint_every=2)
+    made(structure="diag", model=Small(nn.Tanh())).fit(batches(), checkpoint=path, checkpoint_every=2)
+
+
+def _squares(weight: float) -> Any:
+    return from_function(lambda f, y: weight * (f - y).square().sum())
+
+
+def _fourths(weight: float) -> Any:
+    return from_function(lambda f, y: weight * (f - y).pow(4).sum())
+
+
+def test_another_likelihood_of_ones_own_is_refused(tmp_path: Path) -> None:
+    path, data = tmp_path / "c", batches("regression")
+    with pytest.raises(KeyboardInterrupt):
+        made(structure="diag", task=_squares(0.5)).fit(Interrupted(data, 4), checkpoint=path, checkpoint_every=2)
+    for other in (_squares(0.6), _fourths(0.5)):
+        with pytest.raises(StorageError, match="likelihood has other code, or closes over other values"):
+            made(structure="diag", task=other).fit(data, checkpoint=path, checkpoint_every=2)
+    made(structure="diag", task=_squares(0.5)).fit(data, checkpoint=path, checkpoint_every=2)
+
+
+def test_an_older_checkpoint_is_resumed(tmp_path: Path) -> None:
+    """Written before checkpoints held the structure of the model."""
+    path = tmp_path / "c"
+    path.write_bytes((Path(__file__).parent / "stored" / "checkpoint.lapwing").read_bytes())
+    with pytest.raises(StorageError, match="weights or buffers have other numbers"):
+        made(structure="diag", model=mlp(1)).fit(batches(), checkpoint=path, checkpoint_every=3)
+    la, whole = made(structure="diag"), made(structure="diag")
+    la.fit(batches(), checkpoint=path, checkpoint_every=3)
+    whole.fit(batches(), checkpoint=path, checkpoint_every=3)
+    torch.testing.assert_close(la.H, whole.H, rtol=1e-5, atol=1e-7)
 
 
 def test_another_seed_is_refused(tmp_path: Path) -> None:

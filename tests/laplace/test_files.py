@@ -273,7 +273,7 @@ class Network(nn.Sequential):
         (lambda: nn.Sequential(*mlp(), nn.Linear(C, C).double()), "'4.weight' is not in the file"),
         (lambda: nn.ModuleDict({"a": mlp()}), "'0.weight' is not in the model.* and .* more"),
         (lambda: Network(*mlp()), "class 'Network', and the file 'Sequential'"),
-        (lambda: mlp(activation=nn.ReLU), r"'\(1\): ReLU\(\)', and the file '\(1\): Tanh\(\)'"),
+        (lambda: mlp(activation=nn.ReLU), "class 'ReLU' at '1', and the file 'Tanh'"),
         (lambda: mlp(dtype=torch.float32), r"float64 in the file and torch.float32.*model.to\(torch.float64\)"),
         (lambda: mlp().to("meta"), "no memory"),
     ],
@@ -290,6 +290,82 @@ def test_another_model_is_refused_and_not_changed(path: Path, build: Callable[[]
 def test_a_model_that_only_describes_itself_in_another_way_can_be_loaded(path: Path) -> None:
     again = lapwing.load(path, Network(*mlp(3)), strict=False)
     assert_same(outputs(again, inputs()), outputs(made("all", "kron"), inputs()))
+
+
+class Settings(nn.Module):
+    """What a network computes by more than its weights."""
+
+    def __init__(
+        self, scale: float = 1.0, function: Callable = torch.tanh, shift: float = 0.5, mask: float = 1.0
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale, self.function = nn.Linear(D, C, dtype=torch.float64), scale, function
+        self.register_buffer("shift", torch.full((C,), shift, dtype=torch.float64), persistent=False)
+        self.mask = torch.full((C,), mask, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mask * self.function(self.scale * self.layer(x) + self.shift)
+
+
+def settled() -> BaseLaplace:
+    la = Laplace(Settings(), "classification", "all", "full")
+    la.fit(batches("classification"))
+    return la
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_settings_that_are_in_no_weight_are_compared(tmp_path: Path, weights: bool) -> None:
+    la = settled()
+    la.save(tmp_path / "a", weights=weights)
+    again = lapwing.load(tmp_path / "a", Settings())
+    assert_same(outputs(again, inputs()), outputs(la, inputs()))
+    for other, message in (
+        (Settings(scale=2.0), "scale = 2.0, and the file 1.0"),
+        (Settings(function=torch.sin), "function = sin, and the file tanh"),
+        (Settings(mask=2.0), "'mask' has other numbers"),
+    ):
+        with unchanged(other), pytest.raises(StorageError, match=message):
+            lapwing.load(tmp_path / "a", other)
+        lapwing.load(tmp_path / "a", other, strict=False)
+    if weights:  # a buffer is filled, whether state_dict has it or not
+        again = lapwing.load(tmp_path / "a", Settings(shift=3.0))
+        assert_same(outputs(again, inputs()), outputs(la, inputs()))
+    else:
+        with pytest.raises(StorageError, match="'shift' has other numbers"):
+            lapwing.load(tmp_path / "a", Settings(shift=3.0))
+
+
+def test_how_a_model_describes_itself_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    la = settled()
+    la.save(tmp_path / "a")
+    monkeypatch.setattr(nn.Linear, "extra_repr", lambda self: "as a later torch describes it")
+    assert_same(outputs(lapwing.load(tmp_path / "a", Settings()), inputs()), outputs(la, inputs()))
+
+
+def test_attributes_that_another_torch_has_do_not_matter(tmp_path: Path) -> None:
+    la = made("all", "diag")
+    la.save(tmp_path / "a")
+    model = mlp(1)
+    model[0].later = True
+    assert_same(outputs(lapwing.load(tmp_path / "a", model), inputs()), outputs(la, inputs()))
+    tensors, metadata = read(tmp_path / "a")
+    metadata["model"]["structure"]["0"]["attributes"]["earlier"] = "True"
+    write(tmp_path / "a", tensors, metadata)
+    lapwing.load(tmp_path / "a", mlp(1))
+
+
+STORED = Path(__file__).parent / "stored"
+
+
+@pytest.mark.parametrize("name", ["posterior", "without-weights"])
+def test_older_files_are_read(name: str) -> None:
+    """Written before files held the structure of a model: these know it by its repr."""
+    again = lapwing.load(STORED / f"{name}.lapwing", mlp(0 if name == "without-weights" else 1))
+    row = torch.tensor([0.21544137795442025, 0.21648611053074615, 0.5680725115148336], dtype=torch.float64)
+    torch.testing.assert_close(again(inputs())[0], row, rtol=1e-9, atol=0)
+    with pytest.raises(StorageError, match=r"'\(1\): ReLU\(\)', and the file '\(1\): Tanh\(\)'"):
+        lapwing.load(STORED / f"{name}.lapwing", mlp(activation=nn.ReLU))
 
 
 def test_other_trainable_parameters_are_refused(path: Path) -> None:

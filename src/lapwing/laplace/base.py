@@ -20,8 +20,9 @@ from lapwing.errors import OptionError, ParameterError
 from lapwing.estimate.passes import Watched
 from lapwing.laplace import files, predictions, state, tuning
 from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
-from lapwing.laplace.data import Marks, Pairs, Seen, Tracked, evaluating
+from lapwing.laplace.data import Pairs, Seen, Tracked, evaluating
 from lapwing.laplace.hyper import Fitted
+from lapwing.laplace.identity import Kept
 from lapwing.laplace.options import choose
 from lapwing.laplace.structures import AnyTangent, exceptions, recipe
 from lapwing.laplace.tasks import likelihood_of, noise_of
@@ -81,7 +82,7 @@ class BaseLaplace(Weights):
         self.noise_power = 4 if self.recipe.source == "empirical" else 2
         super().__init__(noise_of(sigma_noise, own_sigma), prior_precision, prior_mean, temperature)
         self._tangent: AnyTangent | None = None
-        self._marks: Marks | None = None
+        self._kept: Kept | None = None
         self._bind(self._chosen_tangent(None))
 
     @property
@@ -150,7 +151,7 @@ class BaseLaplace(Weights):
         fitted = replace(fitted, curvature=compact(fitted.curvature))
         with self._all_or_nothing():
             self._bind(tangent)
-            self._fitted, self._posterior, self._marks = fitted, None, Marks.of(self.model)
+            self._fitted, self._posterior, self._kept = fitted, None, Kept.of(self.model)
         if checkpoint is not None:
             remove(checkpoint)
 
@@ -177,17 +178,21 @@ class BaseLaplace(Weights):
         with evaluating(self.model):
             return self._tangent.at(self._inputs(x))
 
-    def _check_weights(self) -> None:
-        """Outputs at other weights than the curvature's would be mixed with it."""
-        if self._fitted is None or (self._marks is not None and self._marks.same(self.model)):
+    def _check_weights(self, whole: bool = False) -> None:
+        """Outputs of another model than the curvature's would be mixed with it. `whole` looks at all of its numbers."""
+        if self._fitted is None:
             return
-        if self._marks is None and torch.equal(self.space.values(self.model), self.fitted.mean):
-            self._marks = Marks.of(self.model)
-            return
-        raise ParameterError(
-            "the model's weights are not those that this posterior was fitted at; expected the same. Fit again, or "
-            "load the weights that go with the posterior."
-        )
+        if self._kept is not None:
+            found = self._kept.difference(self.model, whole)
+        elif torch.equal(self.space.values(self.model), self.fitted.mean):
+            self._kept, found = Kept.of(self.model), ""
+        else:
+            found = "they differ from the posterior's mean"
+        if found:
+            raise ParameterError(
+                f"the model's weights are not those that this posterior was fitted at, or it is another model: {found}"
+                ". Expected the same. Fit again, or restore the model that goes with the posterior."
+            )
 
     def _inputs(self, x: Any) -> Any:
         if isinstance(x, Mapping):
@@ -385,7 +390,7 @@ class BaseLaplace(Weights):
                 state.check_parameters(self, state_dict)
             for name, value in hyper.items():
                 setattr(self, name, value)
-            self._fitted, self._posterior, self._marks = fitted, None, None
+            self._fitted, self._posterior, self._kept = fitted, None, None
 
     def _bind_stored(self, state_dict: Mapping[str, Any]) -> None:
         """Binds the parameters that a state speaks of, where that is not known yet."""

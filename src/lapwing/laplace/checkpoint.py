@@ -22,16 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lapwing.errors import CurvatureError, DataError, LapwingError, OptionError, StorageError
 from lapwing.estimate.dual import LIMIT
 from lapwing.estimate.passes import Watched, no_batch
 from lapwing.laplace.data import Seen
 from lapwing.laplace.files import described, options
+from lapwing.laplace.identity import difference, further, structure
 from lapwing.laplace.structures import RANDOM, AnyTangent
+from lapwing.laplace.words import code_of, text
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Dual
-from lapwing.serialize import pack, read, unpack, write
+from lapwing.serialize import KINDS, pack, read, unpack, write
 from lapwing.serialize.files import PARTIAL, AnyPath, check_writable, sha256
 from lapwing.tangent.features import FeatureTangent
 
@@ -73,7 +76,7 @@ def checkpointed(
     path, same = check_writable(path), identity(laplace, tangent, generator, every)
     batches, progress = iter(pairs), Progress()
     if path.exists():
-        saved = _read(path, same)
+        saved = _read(path, same, laplace.model)
         _skip(batches, progress, saved["batches"], saved["data"], path)
         progress.total = _resumed(saved, seen, generator, tangent.space.device, path)
     while (first := next(batches, _NONE)) is not _NONE:
@@ -127,8 +130,22 @@ def identity(
         "checkpoint_every": every,
         "generator's seed": None if generator is None else generator.initial_seed(),
         "weights": digest(entries),
+        "further numbers": digest(further(laplace.model)),
+        "structure": structure(laplace.model, code=True),
+        "code of the likelihood": _code_of(laplace.likelihood),
     }
     return json.loads(json.dumps(found))
+
+
+_LATER = ("further numbers", "structure", "code of the likelihood")
+"""What older checkpoints do not hold: of these the rest is compared."""
+
+
+def _code_of(likelihood: Any) -> str | None:
+    """A likelihood of one's own by its class, its functions (bytecode, constants, closures) and its plain values."""
+    if not isinstance(likelihood, Likelihood) or KINDS.get(type(likelihood).__name__) is type(likelihood):
+        return None
+    return text((code_of(type(likelihood)), likelihood, tuple(sorted(vars(likelihood).items()))), code=True)
 
 
 def _entries(laplace: BaseLaplace) -> dict[str, Tensor]:
@@ -207,7 +224,7 @@ def _write(path: Path, same: dict[str, Any], progress: Progress, seen: Seen, gen
     write(path, tensors, metadata)
 
 
-def _read(path: Path, same: dict[str, Any]) -> dict[str, Any]:
+def _read(path: Path, same: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """The file, if it is a checkpoint of the same fit."""
     try:
         tensors, metadata = read(path)
@@ -219,9 +236,9 @@ def _read(path: Path, same: dict[str, Any]) -> dict[str, Any]:
             "path."
         )
     saved = metadata["same"]
-    other = [name for name in same if saved.get(name) != same[name]]
-    if other:
-        what = "; ".join(_difference(name, saved.get(name), same[name]) for name in other)
+    compared = [name for name in same if name in saved or name not in _LATER]
+    what = "; ".join(filter(None, (_difference(model, name, saved.get(name), same[name]) for name in compared)))
+    if what:
         raise StorageError(
             f"{path} is a checkpoint of another fit: {what}. Expected the same model, weights and options. Restore "
             "them, or delete the file to begin anew."
@@ -229,9 +246,15 @@ def _read(path: Path, same: dict[str, Any]) -> dict[str, Any]:
     return {**metadata, "tensors": tensors}
 
 
-def _difference(name: str, saved: Any, ours: Any) -> str:
-    if name == "weights":
+def _difference(model: nn.Module, name: str, saved: Any, ours: Any) -> str:
+    if saved == ours:
+        return ""
+    if name in ("weights", "further numbers"):
         return "the model's weights or buffers have other numbers"
+    if name == "structure":
+        return f"the model has {difference(model, ours, saved, 'had')}"
+    if name == "code of the likelihood":
+        return "the likelihood has other code, or closes over other values"
     if isinstance(saved, dict) and isinstance(ours, dict):
         was, now = ({key: each.get(key, "not there") for key in {**saved, **ours}} for each in (saved, ours))
         key = next(key for key in was if was[key] != now[key])

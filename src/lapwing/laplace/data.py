@@ -102,36 +102,6 @@ def squares(value: Tensor, y: Tensor) -> Tensor:
     return torch.maximum((value - y).double().square(), rounding.square()).sum()
 
 
-@dataclass(frozen=True)
-class Marks:
-    """Tells whether a model's tensors are those of before, mostly without reading them."""
-
-    versions: tuple[tuple[int, int], ...]
-    sums: tuple[tuple[float, float], ...]
-
-    @staticmethod
-    def of(model: nn.Module) -> Marks:
-        return Marks(_versions(model), _sums(model))
-
-    def same(self, model: nn.Module) -> bool:
-        """Written to, they may still hold the same numbers."""
-        return self.versions == _versions(model) or self.sums == _sums(model)
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from (buffer for buffer in model.buffers() if buffer.is_floating_point())
-
-
-def _versions(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    return tuple((id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in _tensors(model))
-
-
-def _sums(model: nn.Module) -> tuple[tuple[float, float], ...]:
-    found = [tensor.detach() for tensor in _tensors(model)]
-    return tuple((float(v.sum()), float(torch.linalg.vector_norm(v))) for v in found)
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; every module gets its own mode back, whatever happens."""

@@ -1,8 +1,9 @@
 """A posterior in one file, and back: `la.save(path)`, `lapwing.load(path, model)`. Memory: the posterior, once more.
 
-In the file are the class and its options, the likelihood, the state (`state_dict`), and the model's parameters and
-buffers by name, shape, dtype and hash; with their numbers unless `weights=False`. The model itself is code, and stays
-the user's: `load` takes one that is built the same way, checks it before anything is changed, and fills it.
+In the file are the class and its options, the likelihood, the state (`state_dict`), what the model's modules are
+(`identity.structure`), and its parameters and buffers by name, shape, dtype and hash; with their numbers unless
+`weights=False`. The model itself is code, and stays the user's: `load` takes one that is built the same way, checks it
+before anything is changed, and fills it.
 
 Only classes in `POSTERIORS` and `lapwing.serialize.KINDS` are made from a file; nothing in it can run code.
 """
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.errors import LapwingError, OptionError, StorageError
+from lapwing.errors import OptionError, StorageError
+from lapwing.laplace.identity import difference, further, structure
 from lapwing.laplace.options import Likelihood as Task
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
@@ -65,7 +67,7 @@ def stored(laplace: BaseLaplace, weights: bool = True) -> tuple[dict[str, Tensor
             f"a {type(laplace).__name__} cannot be saved; expected one of {sorted(POSTERIORS)}. Register the class "
             "with lapwing.laplace.files.register, or keep its state_dict()."
         )
-    laplace._check_weights()
+    laplace._check_weights(whole=True)
     metadata, tensors = described(laplace)
     state = laplace.state_dict()
     tensors |= {f"state.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
@@ -77,8 +79,10 @@ def stored(laplace: BaseLaplace, weights: bool = True) -> tuple[dict[str, Tensor
             "the model yourself, and the posterior with weights=False."
         )
     entries = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    left_out = further(laplace.model)
     if weights:
         tensors |= {f"model.{name}": value for name, value in entries.items()}
+        tensors |= {f"further.{name}": value for name, value in left_out.items()}
     metadata |= {
         "kind": "posterior",
         "state": {name: value for name, value in state.items() if not isinstance(value, Tensor)},
@@ -87,13 +91,19 @@ def stored(laplace: BaseLaplace, weights: bool = True) -> tuple[dict[str, Tensor
         "model": {
             "class": type(laplace.model).__qualname__,
             "note": note(laplace.model),
-            "entries": {
-                name: {"shape": list(value.shape), "dtype": str(value.dtype), "sha256": sha256(value)}
-                for name, value in entries.items()
-            },
+            "structure": structure(laplace.model),
+            "entries": _listed(entries),
+            "further": _listed(left_out),
         },
     }
     return tensors, metadata
+
+
+def _listed(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"shape": list(value.shape), "dtype": str(value.dtype), "sha256": sha256(value)}
+        for name, value in tensors.items()
+    }
 
 
 def described(laplace: BaseLaplace) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -121,7 +131,7 @@ def options(laplace: BaseLaplace) -> dict[str, Any]:
 
 
 def note(model: nn.Module) -> str:
-    """How the model describes itself, without addresses in memory and names of devices."""
+    """How the model describes itself, for people, without addresses in memory and names of devices."""
     return re.sub(r"0x[0-9a-fA-F]+| \((?:GPU \d+|\w+:\d+)\)", "", repr(model))[:_NOTE]
 
 
@@ -138,9 +148,10 @@ def load(
 ) -> BaseLaplace:
     """The posterior in a file, over `model`, which gets the weights and buffers that it was fitted at.
 
-    `model` must have the parameters and buffers of the saved one, by name, shape and dtype, and (`strict`) describe
-    itself alike: its activations, say, are not in its weights. Where anything differs it is left as it is. Model and
-    posterior are moved to `map_location`, if given. A `likelihood` of one's own is not in the file, and given again.
+    `model` must have the parameters and buffers of the saved one, by name, shape and dtype, and (`strict`) the same
+    modules with the same settings (`lapwing.laplace.identity`): activations, say, are not in the weights. Where it
+    differs it is left as it is. Model and posterior are moved to `map_location`, if given. A `likelihood` of one's own
+    is not in the file, and given again.
     """
     return restored(*read(path), model, map_location, likelihood=likelihood, strict=strict)
 
@@ -157,28 +168,35 @@ def restored(
     """The posterior that `stored` described; the arguments are those of `load`."""
     if metadata.get("kind") != "posterior":
         raise StorageError(f"the file holds {metadata.get('kind')!r}; expected a 'posterior', as la.save writes one.")
+    _check_given(metadata, likelihood)
+    _check_place(map_location)
     try:
         has_weights = bool(metadata["weights"])
-        weights = _part(tensors, "model.")
-        entries = metadata["model"]["entries"]
-        expected = {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in entries.items()}
+        weights, left_out = _part(tensors, "model."), _part(tensors, "further.")
+        saved = metadata["model"]
+        expected = {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in saved["entries"].items()}
         if has_weights:  # what is copied is what is checked
             expected = {name: (tuple(value.shape), str(value.dtype)) for name, value in weights.items()}
         _check_entries(model, expected)
-        if strict:
-            _check_note(model, metadata["model"])
+        if strict and "structure" not in saved:  # an older file, which knows a model by its repr
+            _check_note(model, saved)
+        elif strict:
+            _check_structure(model, saved["structure"])
+            _check_further(model, left_out, saved["further"])
         if not has_weights:
-            _check_numbers(model, entries)
+            _check_numbers(model, saved["entries"])
         with _moved(model, map_location):
             laplace = _made(tensors, metadata, model, likelihood)
             if has_weights:
                 model.load_state_dict(weights)
-    except LapwingError:
+                if strict:
+                    _fill(model, left_out)
+    except StorageError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+    except Exception as error:  # whatever somebody may have put into a file
         raise StorageError(
-            f"the file holds no posterior of this version of lapwing ({type(error).__name__}: {error}); expected one "
-            "that la.save has written."
+            f"the file holds no posterior that fits this model and version of lapwing ({type(error).__name__}: "
+            f"{error}); expected one that la.save has written."
         ) from error
     return laplace
 
@@ -210,22 +228,27 @@ def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _likelihood(
-    description: Mapping[str, Any], tensors: Mapping[str, Tensor], given: Likelihood | None
-) -> str | Likelihood:
-    own = description.get("own")
+def _check_given(metadata: Mapping[str, Any], given: Likelihood | None) -> None:
+    """A likelihood of one's own is given where the file says so, and only there."""
+    description = metadata.get("likelihood")
+    own = description.get("own") if isinstance(description, Mapping) else None
     if given is not None and type(given).__name__ != own:
         raise OptionError(
             f"a likelihood {type(given).__name__} was given, and the file has {own or 'one'}; expected "
             f"{'the same' if own else 'none'}."
         )
-    if given is not None:
-        return given
-    if own is not None:
+    if given is None and own is not None:
         raise OptionError(
             f"the posterior has a likelihood of one's own ({own}), which no file can hold; expected it again: "
             "load(path, model, likelihood=...)."
         )
+
+
+def _likelihood(
+    description: Mapping[str, Any], tensors: Mapping[str, Tensor], given: Likelihood | None
+) -> str | Likelihood:
+    if given is not None:
+        return given
     if "task" in description:
         return str(description["task"])
     found = unpack(description["object"], _part(tensors, "likelihood."))
@@ -266,6 +289,61 @@ def _check_entries(model: nn.Module, expected: Mapping[str, tuple[tuple[int, ...
         )
 
 
+def _check_structure(model: nn.Module, saved: Any) -> None:
+    """The same modules, with the same settings."""
+    found = difference(model, structure(model), saved)
+    if found:
+        raise StorageError(
+            f"the model has {found}; expected the same network: its names and shapes fit, but it may compute something "
+            "else. Build it as it was, or load with strict=False if you know that it computes the same."
+        )
+
+
+def _check_further(model: nn.Module, given: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """Tensors that `state_dict` leaves out: buffers are filled like others; an attribute must have its numbers."""
+    ours, buffers = further(model), dict(model.named_buffers())
+    problem = next((f"{name!r} is not in the {where}" for name, where in _lacking(ours, saved)), "")
+    for name, entry in saved.items():
+        if problem:
+            break
+        own, other = ours[name], given.get(name)
+        shape, dtype = (entry["shape"], entry["dtype"]) if other is None else (list(other.shape), str(other.dtype))
+        if list(own.shape) != shape or str(own.dtype) != dtype:
+            problem = (
+                f"{name!r} has shape {shape} and {dtype} in the file, {list(own.shape)} and {own.dtype} in the model"
+            )
+        elif (other is None and sha256(own) != entry["sha256"]) or (
+            other is not None and name not in buffers and not _close(own, other)
+        ):
+            problem = f"{name!r} has other numbers than in the file"
+    if problem:
+        raise StorageError(
+            f"{problem}; expected the same: it is part of what the model computes, though not of its state_dict. Build "
+            "the model as it was, or load with strict=False if you know that it computes the same."
+        )
+
+
+def _lacking(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield from ((name, "model") for name in theirs if name not in ours)
+    yield from ((name, "file") for name in ours if name not in theirs)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal, or to rounding where made anew, perhaps on another machine."""
+    a, b = a.detach().cpu(), b.cpu()
+    if not a.is_floating_point() or torch.equal(a, b):
+        return torch.equal(a, b)
+    size = float(b.double().abs().nan_to_num(0, 0, 0).max()) if b.numel() else 0.0
+    return torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-5 * size, equal_nan=True)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        if name in given:
+            buffer.copy_(given[name])
+
+
 def _check_note(model: nn.Module, saved: Mapping[str, Any]) -> None:
     """The same class, and the same description of what is inside."""
     ours, theirs = note(model).splitlines(), str(saved["note"]).splitlines()
@@ -296,20 +374,21 @@ def _check_numbers(model: nn.Module, entries: Mapping[str, Any]) -> None:
 @contextmanager
 def _moved(model: nn.Module, place: str | torch.device | None) -> Iterator[None]:
     """The model on another device, if given; back on its own where the body fails."""
-    if place is None:
-        yield
-        return
     before = next(model.parameters()).device
     try:
+        if place is not None:
+            model.to(place)
+        yield
+    except BaseException:
+        if place is not None:
+            model.to(before)
+        raise
+
+
+def _check_place(place: str | torch.device | None) -> None:
+    try:
         torch.empty(0, device=place).numpy(force=True)  # a device that exists, and has memory
-        model.to(place)
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        model.to(before)
         raise OptionError(
             f"map_location is {place!r}: {error}. Expected a device of this machine, as 'cpu'."
         ) from error
-    try:
-        yield
-    except BaseException:
-        model.to(before)
-        raise
