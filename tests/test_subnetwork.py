@@ -19,6 +19,7 @@ from lapwing.errors import DataError, LikelihoodError, ModelError, ParameterErro
 from lapwing.likelihoods import Categorical, Gaussian, Likelihood
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
+from memory import Largest
 from unchanged import unchanged
 
 
@@ -357,9 +358,12 @@ def test_a_choice_of_ones_own() -> None:
 
 def test_bad_masks() -> None:
     model = network()
-    for n in (0, 28):
+    for n in (0, 28, None):
         with pytest.raises(ParameterError, match=f"of {n} weights"):
             subnetwork.RandomSubnetMask(model, n)
+    for mask in (subnetwork.ParamNameSubnetMask, subnetwork.ModuleNameSubnetMask, subnetwork.LastLayerSubnetMask):
+        with pytest.raises(TypeError, match="argument"):
+            mask(model=model, n_params_subnet=3)
     with pytest.raises(ParameterError, match=r"did you mean '2.bias'\?"):
         subnetwork.ParamNameSubnetMask(model, ["2.bais"])
     with pytest.raises(ParameterError, match="no module with parameters 'head'"):
@@ -370,6 +374,31 @@ def test_bad_masks() -> None:
         subnetwork.LargestVarianceDiagLaplaceSubnetMask(model, 3, SimpleNamespace())
     with pytest.raises(DataError, match="yields no batch"):
         subnetwork.LastLayerSubnetMask(model).select([])
+
+
+class Large(nn.Module):
+    """Sixty million weights in 150 tensors, in memory that is never touched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.empty(400_000)) for _ in range(150)])
+
+
+def test_a_few_weights_of_many_millions_take_the_memory_of_a_few() -> None:
+    """A network of 68 million weights took 88 GB: an index of all of them for each of its tensors."""
+    model = Large()
+    space = ParamSpace.of(model)
+    with Largest() as most:
+        found = subnetwork.RandomSubnetMask(model, 10, torch.Generator().manual_seed(0)).select()
+        chosen = space.select(mask=found)
+        assert torch.equal(subnetwork.positions(space, chosen), found)
+        assert len(chosen.groups("tensor")) == 10
+        last = subnetwork.by_parameters(space, ["weights.149"])
+        assert int(subnetwork.positions(space, last)[0]) == 149 * 400_000
+        few = subnetwork.random(last, 5)
+        inner = subnetwork.positions(space, few)
+    assert bool((inner >= 149 * 400_000).all())
+    assert most.numel <= 400_000, most.where
 
 
 def test_a_likelihood_may_be_a_name_an_enum_or_an_object() -> None:

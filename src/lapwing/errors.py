@@ -15,6 +15,12 @@ class DataError(LapwingError, ValueError):
     """A batch, a loader or a target is empty, non-finite or of the wrong shape."""
 
 
+class MissingKeyError(DataError, KeyError):
+    """A batch that is a mapping lacks an entry."""
+
+    __str__ = Exception.__str__  # a KeyError shows the repr of its message
+
+
 class LikelihoodError(LapwingError, ValueError):
     """Targets or outputs do not fit the likelihood, or the likelihood cannot do what was asked."""
 

@@ -188,8 +188,16 @@ class ParamSpace:
             ids = [self.layers.index(_owner(name)) for name in self.names]
         else:
             raise ParameterError(f"unknown grouping {by!r}; expected 'tensor' or 'layer'.")
+        numbers = torch.tensor(ids, device=self.device)
+        if self.index is not None:
+            return numbers[self.tensor_of(self.index)]
         sizes = torch.tensor([shape.numel() for shape in self.shapes], device=self.device)
-        return self.restrict(torch.repeat_interleave(torch.tensor(ids, device=self.device), sizes))
+        return torch.repeat_interleave(numbers, sizes)
+
+    def tensor_of(self, positions: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """The number of the tensor that each position of the concatenation of whole tensors lies in; O(n) memory."""
+        ends = torch.tensor([self.starts[name] + self.shape(name).numel() for name in self.names], device=self.device)
+        return torch.searchsorted(ends, positions, right=True)
 
     # -- sub-selection ---------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Names that users of laplace-torch import from its `utils`: sub-network masks and enumerations of options."""
+"""Names that users of laplace-torch import from its `utils`: features, sub-network masks and enumerations."""
 
 from lapwing.laplace import (
     FeatureReduction,
@@ -20,8 +20,10 @@ from lapwing.subnetwork import (
     RandomSubnetMask,
     SubnetMask,
 )
+from lapwing.tangent.extractor import FeatureExtractor
 
 __all__ = [
+    "FeatureExtractor",
     "FeatureReduction",
     "HessianStructure",
     "LargestMagnitudeSubnetMask",

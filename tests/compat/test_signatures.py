@@ -3,7 +3,7 @@
 The tables hold its signatures as they were read from it; enumerations stand as their values, since they are strings.
 lapwing may take more, by keyword or after all of these. Defaults that are classes of a backend are free, as there is
 one engine; `asdl_fisher_kwargs`, which set up one of several, and parts of laplace-torch's machinery that scripts have
-no need of (`functional_variance_fast`, `assemble_full_samples`, `predictive_moments`, `backend`) are not promised.
+no need of (`assemble_full_samples`, `predictive_moments`, `backend`) are not promised.
 """
 
 from __future__ import annotations

@@ -306,9 +306,7 @@ def test_before_fitting(subset: str, structure: str) -> None:
     la = made(subset, structure)
     for ask in (
         lambda: la(inputs()),
-        lambda: la.sample(2),
         lambda: la.log_marginal_likelihood(),
-        lambda: la.H,
         lambda: la.optimize_prior_precision(),
         lambda: la.functional_samples(inputs()),
     ):

@@ -89,6 +89,15 @@ class BaseLaplace(Weights):
     def _place(self) -> tuple[torch.dtype, torch.device]:
         return self._whole.dtype, self._whole.device
 
+    @property
+    def _device(self) -> torch.device:
+        """Where the weights are, and the posterior with them: for code that moves a state there."""
+        return self._whole.device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._whole.dtype
+
     # -- which parameters --------------------------------------------------------------------------------------------
 
     def _chosen_tangent(self, x: Any | None) -> AnyTangent | None:

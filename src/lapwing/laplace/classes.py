@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lapwing.laplace.base import BaseLaplace
 from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Curvature
 
 
 class ParametricLaplace(BaseLaplace):
@@ -30,7 +31,7 @@ class FullLaplace(ParametricLaplace):
 
     @property
     def H(self) -> Float[Tensor, "params params"]:
-        return self.fitted.curvature.dense()
+        return self.curvature.dense()
 
     @property
     def posterior_precision(self) -> Float[Tensor, "params params"]:
@@ -50,7 +51,7 @@ class DiagLaplace(ParametricLaplace):
 
     @property
     def H(self) -> Float[Tensor, " params"]:
-        return self.fitted.curvature.diagonal()
+        return self.curvature.diagonal()
 
     @property
     def posterior_precision(self) -> Float[Tensor, " params"]:
@@ -92,6 +93,11 @@ class KronLaplace(ParametricLaplace):
 
     structure: ClassVar[str] = "kron"
     _per_entry_prior = False
+
+    @property
+    def H_facs(self) -> Curvature | None:
+        """The Kronecker factors, the same object as `H`; None before a fit."""
+        return None if self._fitted is None else self._fitted.curvature
 
     def __init__(
         self,

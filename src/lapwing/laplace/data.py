@@ -12,7 +12,7 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 
-from lapwing.errors import DataError
+from lapwing.errors import MissingKeyError
 from lapwing.estimate.passes import Wrapped, no_batch, one_shot
 from lapwing.evidence import GaussianFit
 from lapwing.tangent.inputs import map_tensors
@@ -36,7 +36,7 @@ class Pairs(Wrapped):
     def pair(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
             if self.key_y not in batch:
-                raise DataError(
+                raise MissingKeyError(
                     f"a batch has the entries {list(batch)}; expected the targets under {self.key_y!r}. Set dict_key_y "
                     "to the name they have."
                 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lapwing.errors import CurvatureError, NotFittedError, OptionError, ParameterError
 from lapwing.evidence import Evidence, GaussianFit
-from lapwing.linalg import Curvature, Precision
+from lapwing.linalg import Curvature, Diagonal, Precision
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian
 from lapwing.priors import Prior
@@ -145,7 +145,7 @@ class HyperParameters:
     @sigma_noise.setter
     def sigma_noise(self, value: float | int | Tensor) -> None:
         value = self._number(value, "sigma_noise")
-        if value.numel() != 1:
+        if value.numel() != 1 or value.dim() > 1:
             raise ParameterError(
                 f"sigma_noise has shape {tuple(value.shape)}; expected one number. For one noise level per output give "
                 "likelihood=lapwing.likelihoods.Gaussian(sigma=...), which is then fixed."
@@ -234,6 +234,22 @@ class HyperParameters:
             with torch.inference_mode(False), torch.no_grad():
                 self._posterior = Gaussian(self.fitted.mean, self.precision)
         return self._posterior
+
+    @property
+    def weights(self) -> Gaussian:
+        """The posterior, or the prior before any data are seen: what is known of the weights so far."""
+        if self._fitted is not None:
+            return self.posterior
+        space, prior = self.space, self.prior
+        mean = torch.as_tensor(prior.mean, dtype=space.dtype, device=space.device).expand(space.size).clone()
+        return Gaussian(mean, self.curvature.with_prior(prior.precision()))
+
+    @property
+    def curvature(self) -> Curvature:
+        """The curvature of the data seen so far: before a fit, zero."""
+        if self._fitted is not None:
+            return self._fitted.curvature
+        return Diagonal(torch.zeros(self.space.size, dtype=self.space.dtype, device=self.space.device))
 
     @property
     def n_data(self) -> int:

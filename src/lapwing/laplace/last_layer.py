@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lapwing.errors import ModelError
+from lapwing.laplace import predictions
 from lapwing.laplace.classes import DiagLaplace, FullLaplace, KronLaplace, ParametricLaplace
 from lapwing.laplace.data import peek
 from lapwing.laplace.structures import CLOSED_FORM, AnyTangent
@@ -86,6 +87,12 @@ class LLLaplace(ParametricLaplace):
         tangent = self._chosen_tangent(few)
         assert tangent is not None
         return pairs, tangent
+
+    def functional_variance_fast(self, X: Any) -> tuple[Tensor, Tensor]:
+        """Outputs and the variance of each of them, [B, *out] both, without the covariances between outputs."""
+        posterior = self.posterior
+        with self._working():
+            return predictions.moments(posterior, self.linearise(X), diagonal=True)
 
     def _bind_stored(self, state_dict: Mapping[str, Any]) -> None:
         if self._tangent is not None:

@@ -82,8 +82,9 @@ class Recipe:
             choose(self.options["on_unsupported"], OnUnsupported, "on_unsupported")
         if self.source == "hessian" and self.structure not in _HESSIAN:
             raise OptionError(
-                f"the exact Hessian has no {self.structure!r} structure; expected one of {sorted(_HESSIAN)}. Use "
-                "estimator='exact' (the generalised Gauss-Newton)."
+                f"the exact Hessian has no {self.structure!r} structure; expected hessian_structure='full', 'diag' or "
+                "'blocks', which it has. For this structure use the generalised Gauss-Newton: estimator='exact', or "
+                "backend=lapwing.curvature.CurvlinopsGGN."
             )
         if self.source == "recursive" and self.structure != "kron":
             raise OptionError(

@@ -78,11 +78,11 @@ class SubnetLaplace(ParametricLaplace):
 
     @property
     def mean(self) -> Float[Tensor, " all"]:
-        return self._filled(self.fitted.mean)
+        return self._filled(self.weights.mean)
 
     @property
     def mean_subnet(self) -> Float[Tensor, " chosen"]:
-        return self.fitted.mean
+        return self.weights.mean
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Float[Tensor, "n all"]:
         return self._filled(super().sample(n_samples, generator))

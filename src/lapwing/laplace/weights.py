@@ -1,4 +1,7 @@
-"""The Gaussian over the weights, as users see it: mode, curvature, variances, samples and densities."""
+"""The Gaussian over the weights, as users see it: mode, curvature, variances, samples and densities.
+
+Before a fit it is the prior, with a curvature of zero.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +19,44 @@ class Weights(HyperParameters):
 
     @property
     def mean(self) -> Float[Tensor, " params"]:
-        """The mode: the trained weights, flat."""
-        return self.fitted.mean
+        """The mode: the trained weights, flat; before a fit the mean of the prior."""
+        return self.weights.mean
 
     @property
     def H(self) -> Tensor | Curvature:
         """The curvature at unit noise and temperature, summed over data: an object with `.dense()`."""
-        return self.fitted.curvature
+        return self.curvature
 
     @property
     def posterior_precision(self) -> Tensor | Precision:
         """The precision as an object: mv, solve, draw, logdet, variance, covariance."""
-        return self.posterior.precision
+        return self.weights.precision
 
     @property
     def posterior_variance(self) -> Float[Tensor, " params"]:
         """Marginal variance of every weight."""
-        return self.posterior.variance()
+        return self.weights.variance()
 
     @property
     def posterior_covariance(self) -> Float[Tensor, "params params"]:
         """Spelled out, O(P^2): for small posteriors."""
-        mean = self.fitted.mean
-        return self.posterior.precision.solve(torch.eye(len(mean), dtype=mean.dtype, device=mean.device))
+        return self.weights.precision.to_matrix(-1)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
         """Weight vectors from the posterior."""
-        return self.posterior.sample(whole(n_samples), generator)
+        return self.weights.sample(whole(n_samples), generator)
 
     def log_prob(self, value: Float[Tensor, "*batch params"], normalized: bool = True) -> Float[Tensor, "*batch"]:
         """Log density of the posterior at flat weights; without its constant where `normalized` is False."""
         self.space.check(value)
-        return self.posterior.log_prob(value) if normalized else -self.square_norm(value) / 2
+        return self.weights.log_prob(value) if normalized else -self.square_norm(value) / 2
 
     def square_norm(self, value: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch"]:
         """(value - mean)^T precision (value - mean)."""
         self.space.check(value)
-        away = value - self.posterior.mean
-        return (away * self.posterior.precision.mv(away)).sum(-1)
+        weights = self.weights
+        away = value - weights.mean
+        return (away * weights.precision.mv(away)).sum(-1)
 
     def functional_variance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "batch outputs outputs"]:
         """J Sigma J^T of every data point, for Jacobians that the user has."""

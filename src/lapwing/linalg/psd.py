@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -90,6 +91,14 @@ class Curvature(ABC):
     def __rmul__(self, scale: float | int | Tensor) -> Curvature:
         return self * scale
 
+    def to_matrix(self) -> Float[Tensor, "params params"]:
+        """As `dense`."""
+        return self.dense()
+
+    def clone(self) -> Curvature:
+        """A copy that shares no memory."""
+        return deepcopy(self)
+
     def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
         """`with_prior(p).squares(pieces)` for each of k isotropic prior precisions p.
 
@@ -131,6 +140,21 @@ class Precision(ABC):
     @abstractmethod
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
         """row[r,n] precision^-1 row[s,n]^T for rows in factored form, one data point at a time."""
+
+    def to_matrix(self, exponent: float | int = 1) -> Float[Tensor, "params params"]:
+        """The matrix, its inverse (-1) or another power of it; O(P^2) memory, for small P and for tests."""
+        like = self.variance()
+        eye = torch.eye(self.size, dtype=like.dtype, device=like.device)
+        if exponent == 1:
+            return self.mv(eye)
+        if exponent == -1:
+            return self.solve(eye)
+        values, vectors = eigh(self.mv(eye))
+        return (vectors * values**exponent) @ vectors.mT
+
+    def clone(self) -> Precision:
+        """A copy that shares no memory."""
+        return deepcopy(self)
 
     def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
         """The diagonal of `quadratic`; structures that can do so leave the rest of it out."""

@@ -3,7 +3,8 @@
     largest_magnitude, largest_variance, random    n weights, cut through tensors
     by_parameters, by_modules, last_layer          whole tensors
 
-A choice costs O(P log P) and one index [n]. Positions are those of the flat vector of the space they are taken from.
+A choice by score costs O(P log P) time and O(P) memory; every other one O(n), nothing of the size of all weights is
+made. Positions are those of the flat vector of the space they are taken from.
 
     >>> import torch
     >>> from torch import nn
@@ -45,7 +46,14 @@ def random(space: ParamSpace, n: int, generator: torch.Generator | None = None) 
     """n weights drawn without replacement, all sets equally likely."""
     check_count(space, n)
     place = torch.device("cpu") if generator is None else generator.device
-    return space.select(mask=torch.randperm(space.size, generator=generator, device=place)[:n])
+    if 2 * n > space.size:
+        return space.select(mask=torch.randperm(space.size, generator=generator, device=place)[:n])
+    # the first n different ones of a sequence of draws; a permutation of all P would be the whole memory
+    found = torch.empty(0, dtype=torch.int64, device=place)
+    while len(found) < n:
+        more = torch.randint(space.size, (n - len(found),), generator=generator, device=place)
+        found = torch.cat([found, more]).unique()
+    return space.select(mask=found)
 
 
 def by_parameters(space: ParamSpace, names: Iterable[str]) -> ParamSpace:
@@ -86,10 +94,23 @@ def last_layer(space: ParamSpace, model: nn.Module, x: Any) -> ParamSpace:
 
 def positions(space: ParamSpace, chosen: ParamSpace) -> Int[Tensor, " chosen"]:
     """Where the entries of a sub-network lie in the flat vector of `space`, in increasing order."""
-    inside = torch.zeros(space.total, dtype=torch.bool, device=space.device)
-    segments = [torch.arange(space.total, device=space.device)[space.whole.segment(name)] for name in chosen.names]
-    inside[chosen.restrict(torch.cat(segments))] = True
-    found = space.restrict(inside).nonzero().squeeze(1)
+    missing = [name for name in chosen.names if name not in space.starts]
+    if missing:
+        raise ParameterError(
+            f"the sub-network has parameter '{missing[0]}', which is not in the larger space; expected all of its "
+            "tensors there. Choose from this space."
+        )
+    if chosen.index is None:
+        segments = [space.whole.segment(name) for name in chosen.names]
+        found = torch.cat([torch.arange(part.start, part.stop, device=space.device) for part in segments])
+    else:
+        number = chosen.tensor_of(chosen.index)
+        away = torch.tensor([space.starts[name] - chosen.starts[name] for name in chosen.names], device=space.device)
+        found = chosen.index + away[number]
+    found = found.sort().values
+    if space.index is not None:
+        place = torch.searchsorted(space.index, found).clamp_max(len(space.index) - 1)
+        found = place[space.index[place] == found]
     if len(found) != chosen.size:
         raise ParameterError(
             f"{chosen.size - len(found)} entries of the sub-network are not in the larger space; expected all of them. "
@@ -98,9 +119,9 @@ def positions(space: ParamSpace, chosen: ParamSpace) -> Int[Tensor, " chosen"]:
     return found
 
 
-def check_count(space: ParamSpace, n: int) -> None:
+def check_count(space: ParamSpace, n: int | None) -> None:
     """Refuses a number of weights that the space does not have."""
-    if not 1 <= n <= space.size:
+    if n is None or isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= space.size:
         raise ParameterError(f"a sub-network of {n} weights; expected a number from 1 to {space.size} (= P).")
 
 

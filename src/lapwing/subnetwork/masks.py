@@ -2,7 +2,7 @@
 
     select(loader) -> positions [n] in the flat vector of trainable weights, once per mask; then `indices`
 
-A mask only calls the functions of `choices` and `swag`, at their cost; its memory is one index [n].
+A mask only calls the functions of `choices` and `swag`, at their cost and memory; what it keeps is one index [n].
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ class SubnetMask(ABC):
     def select(self, train_loader: Iterable[Any] | None = None) -> Int[Tensor, " chosen"]:
         if self._indices is not None:
             raise ParameterError("the sub-network is selected already; expected one select per mask. Make a new mask.")
-        mask = self.get_subnet_mask(train_loader)
-        self._indices = positions(self.space, self.space.select(mask=mask.bool()))
+        self._indices = positions(self.space, self._choice(train_loader))
         return self._indices
+
+    def _choice(self, train_loader: Iterable[Any] | None) -> ParamSpace:
+        """The sub-network; from the mask [P] where that is all that a class has."""
+        return self.space.select(mask=self.get_subnet_mask(train_loader).bool())
 
     @property
     def indices(self) -> Int[Tensor, " chosen"]:
@@ -64,23 +67,31 @@ class SubnetMask(ABC):
     def n_params_subnet(self) -> int:
         return len(self.indices)
 
-    def _mask(self, chosen: ParamSpace) -> Bool[Tensor, " size"]:
-        mask = torch.zeros(self.space.size, dtype=torch.bool, device=self.space.device)
-        mask[positions(self.space, chosen)] = True
-        return mask
-
     def _loader(self, train_loader: Iterable[Any] | None) -> Iterable[Any]:
         if train_loader is None:
             raise DataError(f"{type(self).__name__} needs data; expected select(train_loader), got no loader.")
         return train_loader
 
 
-class _Counted(SubnetMask):
+class _Chosen(SubnetMask):
+    """A mask that is a choice of `choices`: the mask [P] is made only where somebody asks for it."""
+
+    @abstractmethod
+    def _choice(self, train_loader: Iterable[Any] | None) -> ParamSpace: ...
+
+    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Bool[Tensor, " size"]:
+        mask = torch.zeros(self.space.size, dtype=torch.bool, device=self.space.device)
+        mask[positions(self.space, self._choice(train_loader))] = True
+        return mask
+
+
+class _Counted(_Chosen):
     """A mask of a given number of weights."""
 
-    def __init__(self, model: nn.Module, n_params_subnet: int) -> None:
+    def __init__(self, model: nn.Module, n_params_subnet: int | None) -> None:
         super().__init__(model)
         check_count(self.space, n_params_subnet)
+        assert n_params_subnet is not None
         self._count = n_params_subnet
 
     @property
@@ -91,25 +102,25 @@ class _Counted(SubnetMask):
 class RandomSubnetMask(_Counted):
     """`random`."""
 
-    def __init__(self, model: nn.Module, n_params_subnet: int, generator: torch.Generator | None = None) -> None:
+    def __init__(self, model: nn.Module, n_params_subnet: int | None, generator: torch.Generator | None = None) -> None:
         super().__init__(model, n_params_subnet)
         self._generator = generator
 
-    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Bool[Tensor, " size"]:
-        return self._mask(random(self.space, self._count, self._generator))
+    def _choice(self, train_loader: Iterable[Any] | None) -> ParamSpace:
+        return random(self.space, self._count, self._generator)
 
 
 class LargestMagnitudeSubnetMask(_Counted):
     """`largest_magnitude`."""
 
-    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Bool[Tensor, " size"]:
-        return self._mask(largest_magnitude(self.space, self.model, self._count))
+    def _choice(self, train_loader: Iterable[Any] | None) -> ParamSpace:
+        return largest_magnitude(self.space, self.model, self._count)
 
 
 class LargestVarianceDiagLaplaceSubnetMask(_Counted):
     """`largest_variance` of a diagonal posterior over all weights, which is fitted to the loader's data."""
 
-    def __init__(self, model: nn.Module, n_params_subnet: int, diag_laplace_model: Any) -> None:
+    def __init__(self, model: nn.Module, n_params_subnet: int | None, diag_laplace_model: Any) -> None:
         super().__init__(model, n_params_subnet)
         if not callable(getattr(diag_laplace_model, "fit", None)):
             raise ParameterError(
@@ -118,9 +129,9 @@ class LargestVarianceDiagLaplaceSubnetMask(_Counted):
             )
         self._posterior = diag_laplace_model
 
-    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Bool[Tensor, " size"]:
+    def _choice(self, train_loader: Iterable[Any] | None) -> ParamSpace:
         self._posterior.fit(self._loader(train_loader))
-        return self._mask(largest_variance(self.space, self._posterior.posterior_variance.detach(), self._count))
+        return largest_variance(self.space, self._posterior.posterior_variance.detach(), self._count)
 
 
 class LargestVarianceSWAGSubnetMask(_Counted):
@@ -129,7 +140,7 @@ class LargestVarianceSWAGSubnetMask(_Counted):
     def __init__(
         self,
         model: nn.Module,
-        n_params_subnet: int,
+        n_params_subnet: int | None,
         likelihood: Likelihood | str = "classification",
         swag_n_snapshots: int = 40,
         swag_snapshot_freq: int = 1,
@@ -145,18 +156,18 @@ class LargestVarianceSWAGSubnetMask(_Counted):
         self._likelihood = likelihood
         self._swag = {"snapshots": swag_n_snapshots, "every": swag_snapshot_freq, "lr": swag_lr}
 
-    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Bool[Tensor, " size"]:
+    def _choice(self, train_loader: Iterable[Any] | None) -> ParamSpace:
         variance = swag_variance(self.model, self._loader(train_loader), self._likelihood, **self._swag)
-        return self._mask(largest_variance(self.space, variance, self._count))
+        return largest_variance(self.space, variance, self._count)
 
 
-class _Named(SubnetMask):
+class _Named(_Chosen):
     """A mask of whole tensors, for which no data are needed."""
 
     _chosen: ParamSpace
 
-    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Bool[Tensor, " size"]:
-        return self._mask(self._chosen)
+    def _choice(self, train_loader: Iterable[Any] | None) -> ParamSpace:
+        return self._chosen
 
 
 class ParamNameSubnetMask(_Named):
@@ -175,16 +186,16 @@ class ModuleNameSubnetMask(_Named):
         self._chosen = by_modules(self.space, module_names)
 
 
-class LastLayerSubnetMask(SubnetMask):
+class LastLayerSubnetMask(_Chosen):
     """`last_layer` on the loader's first batch, or the module of a given name, for which no data are needed."""
 
     def __init__(self, model: nn.Module, last_layer_name: str | None = None) -> None:
         super().__init__(model)
         self._chosen = None if last_layer_name is None else by_modules(self.space, [last_layer_name])
 
-    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Bool[Tensor, " size"]:
+    def _choice(self, train_loader: Iterable[Any] | None) -> ParamSpace:
         if self._chosen is not None:
-            return self._mask(self._chosen)
+            return self._chosen
         for batch in self._loader(train_loader):
-            return self._mask(last_layer(self.space, self.model, batch[0]))
+            return last_layer(self.space, self.model, batch[0])
         raise DataError("the loader yields no batch; expected at least one, to find the last layer with.")

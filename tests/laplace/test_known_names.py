@@ -1,0 +1,192 @@
+"""What users of laplace-torch reach for beside fit and predictions: the prior before a fit, features, small names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
+
+from lapwing import Laplace, curvature
+from lapwing.errors import LapwingError, NotFittedError
+from lapwing.laplace import KronLaplace, LLLaplace, SubnetLaplace
+from lapwing.laplace.face import CLASSES
+from lapwing.linalg import Curvature, Precision
+from lapwing.utils import FeatureExtractor
+from unchanged import unchanged
+
+STRUCTURES = [structure for subset, structure in CLASSES if subset == "all"]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    x = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return [(x, torch.sin(x[:, :2]))]
+
+
+# -- before a fit the posterior is the prior -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_before_a_fit_the_posterior_is_the_prior(structure: str) -> None:
+    precision = torch.tensor([2.0, 1.0, 4.0, 0.5], dtype=torch.float64)
+    la = Laplace(network(), "regression", "all", structure, prior_precision=precision, prior_mean=0.3)
+    sizes = torch.tensor([p.numel() for p in la.model.parameters()])
+    each = precision.repeat_interleave(sizes)
+    mean = torch.full_like(each, 0.3)
+    theta = torch.randn(26, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(la.mean, mean)
+    torch.testing.assert_close(
+        la.log_prob(theta), MultivariateNormal(mean, precision_matrix=each.diag()).log_prob(theta)
+    )
+    torch.testing.assert_close(la.square_norm(theta), (each * (theta - mean).square()).sum())
+    torch.testing.assert_close(la.posterior_variance, 1 / each)
+    torch.testing.assert_close(la.posterior_covariance, (1 / each).diag())
+    curvature_before = la.H if isinstance(la.H, Tensor) else la.H.dense()
+    assert not bool(curvature_before.any())
+    draws = la.sample(4000, generator=torch.Generator().manual_seed(2))
+    assert bool(((draws.mean(0) - mean).abs() < 4.5 / (4000 * each).sqrt()).all())
+    torch.testing.assert_close(draws.var(0), 1 / each, rtol=0.15, atol=0)
+    with pytest.raises(NotFittedError):
+        la(data()[0][0])
+    la.fit(data())
+    assert not torch.equal(la.mean, mean)
+
+
+def test_before_a_fit_a_sub_network_is_its_prior_and_the_rest_as_trained() -> None:
+    model = network()
+    la = Laplace(model, "regression", "subnetwork", "full", subnetwork_indices=torch.tensor([1, 20]), prior_mean=5.0)
+    assert isinstance(la, SubnetLaplace)
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    expected[[1, 20]] = 5.0
+    torch.testing.assert_close(la.mean, expected)
+    assert la.sample(3).shape == (3, 26)
+    assert la.H.shape == (2, 2)
+
+
+def test_a_last_layer_that_is_still_to_be_found_has_no_prior_yet() -> None:
+    la = Laplace(network(), "regression", "last_layer", "full")
+    with pytest.raises(NotFittedError, match="last layer"):
+        _ = la.mean
+    named = Laplace(network(), "regression", "last_layer", "full", last_layer_name="2")
+    assert named.mean.shape == (10,)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "blocks", "lowrank", "gp"])
+def test_a_precision_as_a_matrix(structure: str) -> None:
+    la = Laplace(network(), "regression", "all", structure, prior_precision=0.7)
+    la.fit(data())
+    assert isinstance(la.H, Curvature)
+    assert isinstance(la.posterior_precision, Precision)
+    expected = la.H.to_matrix() + 0.7 * torch.eye(26, dtype=torch.float64)
+    torch.testing.assert_close(la.posterior_precision.to_matrix(), expected)
+    torch.testing.assert_close(la.posterior_precision.to_matrix(-1), torch.linalg.inv(expected))
+    root = la.posterior_precision.to_matrix(0.5)
+    torch.testing.assert_close(root @ root, expected)
+    copy = la.posterior_precision.clone()
+    assert type(copy) is type(la.posterior_precision)
+    torch.testing.assert_close(copy.to_matrix(), expected)
+    torch.testing.assert_close(la.H.clone().dense(), la.H.dense())
+
+
+def test_a_clone_shares_no_memory() -> None:
+    la = Laplace(network(), "regression", "all", "diag")
+    la.fit(data())
+    kept = la.fitted.curvature.clone()
+    la.fitted.curvature.diagonal().zero_()
+    assert float(kept.diagonal().sum()) > 0
+
+
+def test_kronecker_factors_and_device() -> None:
+    la = Laplace(network(), "regression", "all", "kron")
+    assert isinstance(la, KronLaplace)
+    assert la.H_facs is None
+    la.fit(data())
+    assert la.H_facs is la.H
+    assert la._device == torch.device("cpu")
+    assert la._dtype == torch.float64
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_variances_of_a_last_layer_without_covariances(structure: str, task: str) -> None:
+    la = Laplace(network(), task, "last_layer", structure)
+    x, y = data()[0]
+    la.fit([(x, y if task == "regression" else torch.arange(10) % 2)])
+    assert isinstance(la, LLLaplace)
+    mean, variance = la.functional_variance_fast(x)
+    torch.testing.assert_close(mean, la.model(x).detach())
+    rows = la.linearise(x).rows()
+    torch.testing.assert_close(variance, la.functional_variance(rows).diagonal(dim1=1, dim2=2))
+
+
+def test_a_noise_level_is_a_number() -> None:
+    for wrong in (torch.ones(1, 1), torch.ones(2)):
+        with pytest.raises(ValueError, match=r"sigma_noise has shape .*expected one number"):
+            Laplace(network(), "regression", "all", "full", sigma_noise=wrong)
+    assert float(Laplace(network(), "regression", "all", "full", sigma_noise=torch.ones(1)).sigma_noise) == 1
+
+
+@pytest.mark.parametrize("kind", [KeyError, ValueError, LapwingError])
+def test_a_missing_key_of_a_batch_is_a_key_error_too(kind: type[Exception]) -> None:
+    la = Laplace(network(), "regression", "all", "full")
+    with pytest.raises(kind, match=r"^a batch has the entries \['input_ids'\]; expected the targets under 'labels'"):
+        la.fit([{"input_ids": data()[0][0]}])
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_a_kronecker_hessian_names_what_works(subset: str) -> None:
+    with pytest.raises(ValueError, match=r"expected hessian_structure='full', 'diag'.*GGN"):
+        Laplace(network(), "regression", subset, "kron", backend=curvature.CurvlinopsHessian)
+    la = Laplace(network(), "regression", subset, "full", backend=curvature.CurvlinopsHessian)
+    la.fit(data())
+
+
+# -- features --------------------------------------------------------------------------------------------------------
+
+
+def test_features_are_the_input_of_the_last_layer() -> None:
+    model, (x, _) = network(), data()[0]
+    extractor = FeatureExtractor(model)
+    assert extractor.last_layer is None
+    with unchanged(model):
+        output, features = extractor.forward_with_features(x)
+    assert extractor.last_layer is model[2]
+    torch.testing.assert_close(output, model(x))
+    torch.testing.assert_close(features, model[:2](x).detach())
+    assert not features.requires_grad
+    torch.testing.assert_close(extractor(x), model(x))
+    assert list(extractor.state_dict()) == [f"model.{name}" for name in model.state_dict()]
+    moving = FeatureExtractor(model, "2", enable_backprop=True)
+    assert moving.forward_with_features(x.clone().requires_grad_())[1].requires_grad
+
+
+@pytest.mark.parametrize("reduction", ["pick_first", "pick_last", "average"])
+def test_features_of_positions(reduction: str) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.head(torch.tanh(self.body(x)))
+            return {"pick_first": out[:, 0], "pick_last": out[:, -1], "average": out.mean(1)}[reduction]
+
+    model, x = Pooled(), torch.randn(4, 6, 3)
+    output, features = FeatureExtractor(model, feature_reduction=reduction).forward_with_features(x)
+    assert features.shape == (4, 5)
+    torch.testing.assert_close(model.head(features), output)
+
+
+def test_features_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="unknown reduction 'sum'"):
+        FeatureExtractor(network(), feature_reduction="sum")
+    with pytest.raises(ValueError, match="no module 'head'"):
+        FeatureExtractor(network(), "head")
