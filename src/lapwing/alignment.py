@@ -136,7 +136,7 @@ def alignment(
     full, full_solve = conjugate_gradients(product, gradient, _solve(chosen, Segments(((0, space.size),))), *stop)
     blocks, block_solves = torch.zeros_like(gradient), {}
     for layer, place in places.items():
-        only = Tangent(tangent.model, _of_layer(space, layer), tangent.budget)
+        only = Tangent(tangent.model, _of_layer(space, layer), tangent.budget, evaluate=tangent.evaluate)
         product = _product(likelihood, [(only.at(each.x), y) for each, y in data], damping)
         local, block_solves[layer] = conjugate_gradients(product, place.gather(gradient), _solve(chosen, place), *stop)
         place.scatter(local, blocks)

@@ -181,12 +181,16 @@ def test_a_fit_leaves_modes_and_attributes_of_the_model_as_they_were(
 # -- D13 ---------------------------------------------------------------------------------------------------------------
 
 
+class Notes(list[bool]):
+    """Shared with private copies of the module that holds it, which have plain lists of their own."""
+
+
 class Spy(nn.Module):
     """Notes in which mode it was called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[bool] = []
+        self.seen = Notes()
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(self.training)

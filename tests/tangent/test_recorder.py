@@ -1,4 +1,4 @@
-"""Recorder, probe and guard, each for itself: what is seen of an operation, and that nothing of it stays behind."""
+"""Recorder and probe, each for itself: what is seen of an operation, and that nothing of it stays behind."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from lapwing.errors import DataError, ModelError, UnsupportedOperationError
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
-from lapwing.tangent.guard import plain_attention
-from lapwing.tangent.guard import unchanged as guarded
 from lapwing.tangent.probe import probe
 from lapwing.tangent.record import Record, Recorder
 from lapwing.tangent.samples import SampleAxis, candidates, changed_sample, differs
@@ -163,8 +161,7 @@ def axes(model: nn.Module, x: Tensor) -> list[SampleAxis]:
 def test_probe_of_an_encoder_layer() -> None:
     """in_proj sees [T, N, E]; out_proj sees [T N, E], samples innermost."""
     layer = nn.TransformerEncoderLayer(8, 2, 4, batch_first=True).double().eval()
-    with plain_attention():
-        found = axes(layer, torch.randn(5, 4, 8).double())
+    found = axes(layer, torch.randn(5, 4, 8).double())
     assert found[0] == SampleAxis(1, 1, 5, 1)
     assert found[1] == SampleAxis(0, 4, 5, 1)
     assert found[-1] == SampleAxis(0, 1, 5, 1)
@@ -223,20 +220,7 @@ def test_an_empty_batch_is_refused() -> None:
         Tangent(nn.Linear(3, 2)).at(torch.zeros(0, 3))
 
 
-# -- guard ----------------------------------------------------------------------------------------------------------
-
-
-def test_buffers_and_modes_come_back_after_an_exception() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
-
-    def spoil() -> None:
-        model(torch.randn(5, 3))
-        model[0].running_mean = torch.ones(3)
-        model.eval()
-        raise KeyError("spoilt")
-
-    with unchanged(model), pytest.raises(KeyError), guarded(model):
-        spoil()
+# -- the model stays as it is ----------------------------------------------------------------------------------------
 
 
 def test_a_counting_buffer_comes_back() -> None:

@@ -72,12 +72,16 @@ def small(outputs: int = 1, inputs: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
 
 
+class Notes(list[bool]):
+    """Shared with private copies of the module that holds it, which have plain lists of their own."""
+
+
 class Watch(nn.Module):
     """Notes the mode of every pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[bool] = []
+        self.seen = Notes()
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(self.training)

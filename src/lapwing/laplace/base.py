@@ -1,8 +1,8 @@
 """BaseLaplace: the object most users touch. It binds network, likelihood, prior, estimator, posterior and predictions.
 
-All mathematics is below it. The model is used in eval mode, never changed, and every module has its own mode back
-afterwards. Hyper-parameters are in `hyper`, the Gaussian over weights in `weights`, the choice of estimator in
-`structures`, closed forms in `predictions`.
+All mathematics is below it. The model is used in eval mode and never touched: passes run on private copies of its
+modules, so that any number of threads may predict, and use the model, at once. Hyper-parameters are in `hyper`, the
+Gaussian over weights in `weights`, the choice of estimator in `structures`, closed forms in `predictions`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lapwing.errors import OptionError, ParameterError
 from lapwing.estimate.passes import Watched
 from lapwing.laplace import files, predictions, state, tuning
 from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
-from lapwing.laplace.data import Pairs, Seen, Tracked, evaluating
+from lapwing.laplace.data import Pairs, Seen, Tracked
 from lapwing.laplace.hyper import Fitted
 from lapwing.laplace.identity import Kept
 from lapwing.laplace.options import choose
@@ -102,7 +102,7 @@ class BaseLaplace(Weights):
 
     def _chosen_tangent(self, x: Any | None) -> AnyTangent | None:
         """The network as a function of the random parameters; None where that needs data (x) to be known."""
-        return Tangent(self.model, self._whole, differentiable=self.enable_backprop)
+        return Tangent(self.model, self._whole, differentiable=self.enable_backprop, evaluate=True)
 
     def _bind(self, tangent: AnyTangent | None) -> None:
         if tangent is None:
@@ -143,15 +143,14 @@ class BaseLaplace(Weights):
         if progress_bar:
             train_loader = Tracked(train_loader, "curvature")
         pairs = self._data(Pairs(train_loader, self.dict_key_y, self._whole.device))
-        with evaluating(self.model):
-            pairs, tangent = self._tangent_for(pairs)
-            seen = Seen(self.has_noise)
-            if checkpoint is None:
-                watched = Watched(pairs, seen.start, seen.saw)
-                added_to = None if override or self._fitted is None else self._fitted.curvature
-                curvature = self.recipe(tangent, self.distribution, watched, generator, added_to)
-            else:
-                curvature = checkpointed(self, tangent, pairs, seen, generator, checkpoint, checkpoint_every)
+        pairs, tangent = self._tangent_for(pairs)
+        seen = Seen(self.has_noise)
+        if checkpoint is None:
+            watched = Watched(pairs, seen.start, seen.saw)
+            added_to = None if override or self._fitted is None else self._fitted.curvature
+            curvature = self.recipe(tangent, self.distribution, watched, generator, added_to)
+        else:
+            curvature = checkpointed(self, tangent, pairs, seen, generator, checkpoint, checkpoint_every)
         assert seen.shape is not None
         mean = tangent.space.values(self.model)
         fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape)
@@ -184,8 +183,7 @@ class BaseLaplace(Weights):
         _ = self.space  # known before the first fit, except for a last layer that is still to be found
         assert self._tangent is not None
         self._check_weights()
-        with evaluating(self.model):
-            return self._tangent.at(self._inputs(x))
+        return self._tangent.at(self._inputs(x))
 
     def _check_weights(self, whole: bool = False) -> None:
         """Outputs of another model than the curvature's would be mixed with it. `whole` looks at all of its numbers."""
@@ -273,7 +271,7 @@ class BaseLaplace(Weights):
                 raise OptionError("diagonal_output=True goes with pred_type='glm'; found 'nn'. Leave it out.")
             self._check_weights()
             with self._working():
-                tangent = Tangent(self.model, self.space)
+                tangent = Tangent(self.model, self.space, evaluate=True)
                 return network_draws(posterior, tangent, self._inputs(x), count, generator, self.enable_backprop)
         with self._working():
             linear = self.linearise(x)
@@ -305,12 +303,12 @@ class BaseLaplace(Weights):
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """The model in eval mode to the end, as parts of a batch may be run again; and no graph unless asked for.
+        """No graph unless asked for.
 
         Not in inference mode: what is decomposed meanwhile is kept, and differentiated another time.
         """
         graph = self.enable_backprop and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with evaluating(self.model), torch.inference_mode(False), torch.set_grad_enabled(graph):
+        with torch.inference_mode(False), torch.set_grad_enabled(graph):
             yield
 
     # -- tuning --------------------------------------------------------------------------------------------------------

@@ -1,16 +1,15 @@
-"""Loaders as users have them: pairs, or mappings with the targets among them; and the model in eval mode meanwhile."""
+"""Loaders as users have them: pairs, or mappings with the targets among them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 from rich.progress import track
-from torch import Tensor, nn
+from torch import Tensor
 
 from lapwing.errors import MissingKeyError
 from lapwing.estimate.passes import Wrapped, no_batch, one_shot
@@ -100,15 +99,3 @@ def squares(value: Tensor, y: Tensor) -> Tensor:
     """
     rounding = max(torch.finfo(value.dtype).eps, torch.finfo(torch.float32).eps) * y.double()
     return torch.maximum((value - y).double().square(), rounding.square()).sum()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; every module gets its own mode back, whatever happens."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -214,8 +214,8 @@ def _made(
     state = {**metadata["state"], **_part(tensors, "state.")}
     if "features" in state and laplace.last_layer_name is not None:
         # a layer that was named is taken for any parameters until data come; fitted by features, it predicts by them
-        reduction, graph = laplace.feature_reduction, laplace.enable_backprop
-        laplace._bind(FeatureTangent(model, laplace.last_layer_name, reduction, differentiable=graph))
+        name, reduction, graph = laplace.last_layer_name, laplace.feature_reduction, laplace.enable_backprop
+        laplace._bind(FeatureTangent(model, name, reduction, differentiable=graph, evaluate=True))
     laplace.load_state_dict(state)
     found = None if laplace._fitted is None else laplace._fitted.curvature
     if found is not None and (not isinstance(found, Curvature) or found.size != laplace.space.size):

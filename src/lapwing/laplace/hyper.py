@@ -230,10 +230,11 @@ class HyperParameters:
     @property
     def posterior(self) -> Gaussian:
         """The Gaussian over the weights; kept until a hyper-parameter changes."""
-        if self._posterior is None:
+        found = self._posterior  # read once: another thread may change a hyper-parameter
+        if found is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._posterior = Gaussian(self.fitted.mean, self.precision)
-        return self._posterior
+                found = self._posterior = Gaussian(self.fitted.mean, self.precision)
+        return found
 
     @property
     def weights(self) -> Gaussian:

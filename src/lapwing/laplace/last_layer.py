@@ -65,7 +65,7 @@ class LLLaplace(ParametricLaplace):
         if x is None:
             return None if name is None else self._general(name)
         closed = self.recipe.structure in CLOSED_FORM and self.recipe.source != "hessian"
-        features = FeatureTangent(self.model, name, self.feature_reduction, differentiable=self.enable_backprop)
+        features = self._features(name)
         try:
             features.at(x)
         except ModelError:
@@ -78,8 +78,13 @@ class LLLaplace(ParametricLaplace):
         assert found is not None
         return self._general(found)
 
+    def _features(self, name: str | None) -> FeatureTangent:
+        reduction, graph = self.feature_reduction, self.enable_backprop
+        return FeatureTangent(self.model, name, reduction, differentiable=graph, evaluate=True)
+
     def _general(self, name: str) -> Tangent:
-        return Tangent(self.model, self._whole.select(module=name), differentiable=self.enable_backprop)
+        space = self._whole.select(module=name)
+        return Tangent(self.model, space, differentiable=self.enable_backprop, evaluate=True)
 
     def _tangent_for(self, pairs: Iterable[Any]) -> tuple[Iterable[Any], AnyTangent]:
         first, pairs = peek(pairs)
@@ -102,7 +107,7 @@ class LLLaplace(ParametricLaplace):
         if "features" not in state_dict:
             self._bind(self._general(layer))
             return
-        self._bind(FeatureTangent(self.model, layer, self.feature_reduction, differentiable=self.enable_backprop))
+        self._bind(self._features(layer))
 
 
 class FullLLLaplace(LLLaplace, FullLaplace):

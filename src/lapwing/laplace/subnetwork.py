@@ -61,7 +61,7 @@ class SubnetLaplace(ParametricLaplace):
 
     def _chosen_tangent(self, x: Any | None) -> AnyTangent:
         space = self._whole.select(mask=self.subnetwork_indices)
-        return Tangent(self.model, space, differentiable=self.enable_backprop)
+        return Tangent(self.model, space, differentiable=self.enable_backprop, evaluate=True)
 
     @property
     def n_params(self) -> int:

@@ -9,19 +9,19 @@ faster then (a convolution with other weights for each draw is grouped by draws)
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lapwing.errors import LapwingError
 from lapwing.linalg.rows import chunks
 from lapwing.posterior import Gaussian
 from lapwing.tangent import Tangent
-from lapwing.tangent.guard import plain_attention, unchanged
 from lapwing.tangent.inputs import Called, check_input
+from lapwing.tangent.operations import PLAIN, Plain
 
 TOGETHER = 2**16
 """Entries of the largest activation up to which draws are run together: about where the two ways take the same time."""
@@ -40,13 +40,19 @@ def network_draws(
     With `differentiable` they are functions of the inputs.
     """
     check_input(x, tangent.space.device)
-    caller, space = Called(tangent.model), tangent.space
+    caller, space = Called(tangent.network()), tangent.space
 
     def run(named: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(caller, named, (x,)).to(space.dtype)
 
-    with unchanged(tangent.model), plain_attention(), torch.set_grad_enabled(differentiable):
-        together = _follows(run, _named(tangent, posterior.mean.expand(2, -1)))
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(differentiable))
+        mean, seen = _named(tangent, posterior.mean.expand(2, -1)), _Seen()
+        with seen:
+            expected = _in_turn(run, mean)  # errors of the model itself are raised here
+        if seen.fused:  # a mode costs time in every operation, and most models do without
+            stack.enter_context(Plain())
+        together = seen.largest <= TOGETHER and _follows(run, mean, expected)
         out = []
         for part in chunks(n, 4 * space.total * space.dtype.itemsize, tangent.budget):
             named = _named(tangent, posterior.sample(part.stop - part.start, generator))
@@ -70,12 +76,8 @@ def _in_turn(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor
     return torch.stack([run({name: values[i] for name, values in named.items()}) for i in range(count)])
 
 
-def _follows(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor]) -> bool:
-    """Whether runs at once are worth it, and give what they give in turn: not where values decide, say."""
-    with _Largest() as largest:
-        expected = _in_turn(run, named)  # errors of the model itself are raised here
-    if largest.numel > TOGETHER:
-        return False
+def _follows(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor], expected: Tensor) -> bool:
+    """Whether runs at once give what they give in turn: not where values decide, say."""
     try:
         found = torch.vmap(run)(named)
     except (RuntimeError, LapwingError):
@@ -83,15 +85,16 @@ def _follows(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-5)
 
 
-class _Largest(TorchFunctionMode):
-    """The number of entries of the largest tensor that operations return while it is active."""
+class _Seen(Plain):
+    """The number of entries of the largest tensor that operations return, and whether one has a fused kernel."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.largest, self.fused = 0, False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        self.fused = self.fused or func in PLAIN
+        out = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, Tensor):
-            self.numel = max(self.numel, out.numel())
+            self.largest = max(self.largest, out.numel())
         return out

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from lapwing.errors import ModelError, ParameterError
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
-from lapwing.tangent.guard import unchanged
 from lapwing.tangent.uses import Contraction
 
 
@@ -77,9 +76,7 @@ def by_modules(space: ParamSpace, names: Iterable[str]) -> ParamSpace:
 
 def last_layer(space: ParamSpace, model: nn.Module, x: Any) -> ParamSpace:
     """The weight that is multiplied last when `model` runs on the inputs x, and its bias. One recorded pass."""
-    with unchanged(model):
-        model.eval()
-        linearisation = Tangent(model, space.whole).at(x)
+    linearisation = Tangent(model, space.whole, evaluate=True).at(x)
     used = [(use, {name for source in use.sources for name in source.names}) for use, _ in linearisation.uses]
     last = max((i for i, (use, _) in enumerate(used) if isinstance(use, Contraction) and use.weight), default=None)
     if last is None:

@@ -18,8 +18,8 @@ from lapwing.errors import DataError, ParameterError
 from lapwing.estimate.passes import named
 from lapwing.likelihoods import Likelihood
 from lapwing.params import ParamSpace
-from lapwing.tangent.guard import unchanged
 from lapwing.tangent.inputs import Called, batch_size
+from lapwing.tangent.private import private
 
 
 def swag_variance(
@@ -46,7 +46,7 @@ def swag_variance(
         raise ParameterError(
             f"lr is {lr}, momentum {momentum}, decay {decay}; expected lr > 0, momentum in [0, 1) and decay >= 0."
         )
-    space, caller = ParamSpace.of(model), Called(model)
+    space, caller = ParamSpace.of(model), Called(private(model))
     theta = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if p.requires_grad}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = {f"model.{name}": value for name, value in {**theta, **buffers}.items()}
@@ -59,7 +59,7 @@ def swag_variance(
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 raise DataError(f"batch {number} is a {type(batch).__name__}; expected a pair (inputs, targets).")
             x, y = batch
-            with named(number), unchanged(model), torch.enable_grad():
+            with named(number), torch.enable_grad():
                 f = functional_call(caller, state, (x,))
                 likelihood.check(f, y)
                 loss = -likelihood.log_prob(f, y).sum() / batch_size(x)

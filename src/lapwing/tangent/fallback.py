@@ -8,8 +8,7 @@ autograd can differentiate; slow, and used only for the parameters that need it.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,27 +19,28 @@ from torch.autograd.graph import GradientEdge
 from lapwing.errors import ModelError
 from lapwing.linalg.rows import DenseRows, Piece
 from lapwing.params import ParamSpace
-from lapwing.tangent.guard import plain_attention, unchanged
 from lapwing.tangent.inputs import batch_size, call, take
+from lapwing.tangent.operations import Plain
+from lapwing.tangent.quiet import quiet
 from lapwing.tangent.sources import Derived
 
 
 def opaque_rows(
-    model: nn.Module,
+    network: Callable[[], nn.Module],
     space: ParamSpace,
     names: list[str],
     x: Any,
     value: Float[Tensor, "n *out"],
     cotangents: Float[Tensor, "r n *out"],
 ) -> dict[str, Float[Tensor, "r n size"]]:
-    """u[r,n]^T d f(x_n) / d parameter, flattened, for each of `names`."""
-    named = dict(model.named_parameters())
+    """u[r,n]^T d f(x_n) / d parameter, flattened, for each of `names`; `network` gives a module to run."""
+    named = dict(network().named_parameters())
     parameters = [named[name] for name in names]
     count, batch = len(cotangents), batch_size(x)
     out = [torch.zeros(count, batch, p.numel(), dtype=space.dtype, device=space.device) for p in parameters]
     for n in range(batch):
-        with unchanged(model), plain_attention(), torch.enable_grad():
-            alone = call(model, take(x, slice(n, n + 1)))
+        with Plain(), torch.enable_grad():
+            alone = call(network(), take(x, slice(n, n + 1)))
         if not torch.allclose(
             alone.detach()[0], value.detach()[n], rtol=1e-2, atol=1e-3 * float(value.detach().abs().max())
         ):
@@ -71,17 +71,16 @@ def batched_grad(
 ) -> list[Tensor | None]:
     """d(cotangent . output) / d input for every cotangent: [r, *input] each; None for an unrelated input.
 
-    One vectorised backward pass if `together` and every operation on the way has a batching rule, else one pass per
+    One vectorised backward pass if `together` and every operation on the way can be vectorised, else one pass per
     cotangent, whose results lie side by side in memory for each data point. `graph` makes them differentiable, one
     pass at a time: vectorised, torch 2.13 has a wrong second derivative of group_norm for as many cotangents as points.
     """
     options = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
     if len(cotangents) > 1 and together and not graph:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # torch warns where it would loop inside: the loop below is as good
+            with quiet():
                 return list(torch.autograd.grad((output,), inputs, (cotangents,), is_grads_batched=True, **options))
-        except (RuntimeError, UserWarning):
+        except RuntimeError:
             pass  # a genuine error is raised again by the plain passes
     if len(cotangents) == 1:
         grads = torch.autograd.grad((output,), inputs, (cotangents[0],), **options)

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from lapwing.errors import DataError, ModelError
 from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, OuterRows, Piece, assemble, chunks
 from lapwing.params import ParamSpace
-from lapwing.tangent.guard import unchanged
 from lapwing.tangent.inputs import all_finite, batch_size, call, check_input, map_tensors, shape_key, take
 from lapwing.tangent.last_layer import (
     GENERAL,
@@ -40,13 +39,14 @@ from lapwing.tangent.last_layer import (
     check_reduction,
     differ,
     explains,
-    last_layer_name,
+    last_layer_of,
     layer_space,
     linear_layer,
     parameter_name,
     recorded,
 )
 from lapwing.tangent.model import check_output, check_space, check_trainable
+from lapwing.tangent.private import private
 
 
 @dataclass
@@ -55,7 +55,8 @@ class FeatureTangent:
 
     `reduction` says how the model comes from features [B, T, D] to outputs [B, C], where the layer is applied at every
     position: "pick_first", "pick_last" or "average" over axis 1. With `differentiable` the forward pass keeps its
-    graph, so that outputs and features carry gradients in the inputs.
+    graph, so that outputs and features carry gradients in the inputs. `evaluate` runs the network in eval mode,
+    whatever mode the model is in.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class FeatureTangent:
     reduction: str | None = None
     budget: int = DEFAULT_BUDGET
     differentiable: bool = False
+    evaluate: bool = False
     _checked: set[tuple] = field(default_factory=set, repr=False)
     _space: ParamSpace | None = field(default=None, repr=False)
 
@@ -104,34 +106,39 @@ class FeatureTangent:
             )
         return self.name
 
+    def network(self) -> nn.Module:
+        """The network to run: a private copy of the model, with the model's own parameters."""
+        return private(self.model, self.evaluate)
+
     def at(self, x: Any) -> FeatureMap:
         """One forward pass at the inputs x."""
         with torch.inference_mode(False):
             x = map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
-            check_deterministic(self.model)
+            network = self.network()
+            check_deterministic(network)
             if self.name is None:
-                self.name = self._found(x)
+                self.name = self._found(network, x)
             check_input(x, self.space.device)
             check_trainable(self.parameters)
-            found = self._forward(x, self.differentiable)
-            key = shape_key(x), tuple(module.training for module in self.model.modules())
+            found = self._forward(network, x, self.differentiable)
+            key = shape_key(x), () if self.evaluate else tuple(module.training for module in network.modules())
             if key not in self._checked:
-                self._check(found)
+                self._check(network, found)
                 if all_finite(found.output):  # numbers that are not finite prove nothing
                     self._checked.add(key)
         return found
 
-    def _found(self, x: Any) -> str:
+    def _found(self, network: nn.Module, x: Any) -> str:
         """The last layer's name, from a few samples; from all where the model takes no other batch size."""
         try:
-            return last_layer_name(self.model, take(x, slice(0, 2)), self.reduction)
+            return last_layer_of(network, take(x, slice(0, 2)), self.reduction)
         except ModelError:
-            return last_layer_name(self.model, x, self.reduction)
+            return last_layer_of(network, x, self.reduction)
 
-    def _forward(self, x: Any, graph: bool) -> FeatureMap:
-        layer, space = self.layer, self.space
-        with unchanged(self.model), recorded({self._known: layer}) as uses, torch.set_grad_enabled(graph):
-            output = call(self.model, x)
+    def _forward(self, network: nn.Module, x: Any, graph: bool) -> FeatureMap:
+        layer, space = linear_layer(network, self._known), self.space
+        with recorded({self._known: layer}) as uses, torch.set_grad_enabled(graph):
+            output = call(network, x)
         if len(uses) != 1:
             raise ModelError(
                 f"the layer '{self._known}' ran {len(uses)} times in the forward pass; expected once, as last "
@@ -149,11 +156,11 @@ class FeatureTangent:
 
     # -- what the closed form rests on -----------------------------------------------------------------------------
 
-    def _check(self, found: FeatureMap) -> None:
+    def _check(self, network: nn.Module, found: FeatureMap) -> None:
         """The output is phi W^T + b; a pass over a few samples agrees, and has the gradient of phi."""
         if not explains(self.layer, found.shared, found.output):
             raise ModelError(self._unexplained(found.features, found.output))
-        again = self._few(found)
+        again = self._few(network, found)
         if differ(again.output, found.output[: again.batch]):
             raise ModelError(
                 f"the first data points give another output in a batch of {again.batch} than in one of {found.batch}; "
@@ -176,17 +183,17 @@ class FeatureTangent:
                     f"{GENERAL}"
                 )
 
-    def _few(self, found: FeatureMap) -> FeatureMap:
+    def _few(self, network: nn.Module, found: FeatureMap) -> FeatureMap:
         """The first samples again, with a graph; all of them where the model takes no other batch size."""
         count = max(1, min(2, found.batch - 1))
         if count < found.batch:
             try:
-                again = self._forward(take(found.x, slice(0, count)), graph=True)
+                again = self._forward(network, take(found.x, slice(0, count)), graph=True)
             except ModelError:
                 again = None
             if again is not None and again.output.shape[1:] == found.output.shape[1:]:
                 return again
-        return self._forward(found.x, graph=True)
+        return self._forward(network, found.x, graph=True)
 
     def _unexplained(self, features: Tensor, output: Tensor) -> str:
         fits = [kind for kind in REDUCTIONS if explains(self.layer, by_sample(features, len(output), kind), output)]

@@ -18,8 +18,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lapwing.errors import ModelError, ParameterError
 from lapwing.params import ParamSpace
-from lapwing.tangent.guard import unchanged
 from lapwing.tangent.inputs import batch_size, call, map_tensors
+from lapwing.tangent.private import private
 
 REDUCTIONS = ("pick_first", "pick_last", "average")
 ELSEWHERE = "Name the layer with last_layer_name=, or use subset_of_weights='all'."
@@ -32,15 +32,20 @@ def last_layer_name(model: nn.Module, x: Any, reduction: str | None = None) -> s
     >>> last_layer_name(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), torch.ones(4, 3))
     '2'
     """
+    return last_layer_of(private(model), x, reduction)
+
+
+def last_layer_of(network: nn.Module, x: Any, reduction: str | None) -> str:
+    """The same of a private copy of the model, where hooks may be set."""
     check_reduction(reduction)
     batch = batch_size(x)
-    leaves = {name: module for name, module in model.named_modules() if not next(module.children(), None)}
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    leaves = {name: module for name, module in network.named_modules() if not next(module.children(), None)}
+    linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     ran: list[str] = []
-    with torch.inference_mode(False), unchanged(model), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         x = map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
         with watched(leaves, lambda name, *_: ran.append(name)), recorded(linear) as uses:
-            output = call(model, x)
+            output = call(network, x)
     found = [use for use in uses if explains(linear[use.name], by_sample(use.features, batch, reduction), output)]
     # of two layers with equal outputs, one that merely feeds the other has its own memory
     same = [use for use in found if use.output.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()]

@@ -33,8 +33,8 @@ from lapwing.params import ParamSpace
 from lapwing.tangent.checks import check_output, check_space, check_trainable
 from lapwing.tangent.fallback import batched_grad, opaque_rows, pull_back
 from lapwing.tangent.gate import Gate, gated, through
-from lapwing.tangent.guard import plain_attention, unchanged
 from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, shape_key, take
+from lapwing.tangent.private import private
 from lapwing.tangent.probe import Probe, probe
 from lapwing.tangent.record import Record, Recorder, whole_aliases
 from lapwing.tangent.samples import SampleAxis
@@ -47,13 +47,15 @@ class Tangent:
     """The network as a function of the parameters in `space` (default: all trainable ones).
 
     `differentiable` keeps the way back to inputs that require gradients: outputs, Jacobian products and what is
-    computed from them can then be differentiated with respect to the inputs, once.
+    computed from them can then be differentiated with respect to the inputs, once. `evaluate` runs the network in eval
+    mode, whatever mode the model is in. The model itself is not run, but private copies of it: see `private`.
     """
 
     model: nn.Module
     space: ParamSpace = field(default=None)  # pyright: ignore[reportAssignmentType]
     budget: int = DEFAULT_BUDGET
     differentiable: bool = False
+    evaluate: bool = False
     _probes: dict[tuple, Probe] = field(default_factory=dict, repr=False)
     _twice: bool | None = field(default=None, repr=False)
     _routed: bool = field(default=False, repr=False)
@@ -90,6 +92,10 @@ class Tangent:
             raise KeyError(path)
         return found
 
+    def network(self) -> nn.Module:
+        """The network to run: a private copy of the model, with the model's own parameters."""
+        return private(self.model, self.evaluate)
+
     def at(self, x: Any) -> Linearisation:
         """One recorded forward pass at the inputs x."""
         with torch.inference_mode(False):
@@ -98,10 +104,9 @@ class Tangent:
             parameters = self.parameters
             check_trainable(parameters)
             seen, gate = gated(x) if self.differentiable else (x, None)
-            modules = list(self.model.modules())
-            with unchanged(self.model, modules), plain_attention(), torch.enable_grad():
-                modes = tuple(module.training for module in modules)
-                value, record, found = self._recorded(seen, parameters, modes, gate is not None)
+            network = self.network()
+            with torch.enable_grad():
+                value, record, found = self._recorded(network, seen, parameters, gate is not None)
         check_output(value, batch_size(x))
         record.opaque.update(found.opaque)
         record.opaque.update(record.unseen(value, parameters))
@@ -114,43 +119,46 @@ class Tangent:
         return self._twice
 
     def _recorded(
-        self, x: Any, parameters: dict[str, Tensor], modes: tuple[bool, ...], graph: bool
+        self, network: nn.Module, x: Any, parameters: dict[str, Tensor], graph: bool
     ) -> tuple[Tensor, Record, Probe]:
         """A forward pass, its record, and the probe that tells its samples apart."""
+        modes = () if self.evaluate else tuple(module.training for module in network.modules())
         key = shape_key(x), modes
         found = self._probes.get(key)
         if found is not None:
-            value, record = self._record(x, parameters, found, graph)
+            value, record = self._record(network, x, parameters, found, graph)
             if record.signature == found.signature:
                 return value, record, found
         elif batch_size(x) > FEW_SAMPLES and not self._routed:
             with suppress(ModelError):  # a model made for one batch size; other errors come again below
-                few = self._probe(take(x, slice(0, FEW_SAMPLES)), parameters, modes)
-                value, record = self._record(x, parameters, few, graph)
+                few = self._probe(network, take(x, slice(0, FEW_SAMPLES)), parameters, modes)
+                value, record = self._record(network, x, parameters, few, graph)
                 carried = few.carried_over(record, batch_size(x)) if few.settled and not record.routed else None
                 if carried is not None:
                     self._probes[key] = carried
                     return value, record, carried
         # a new shape of few samples, or the model does something else with this data
-        found = probe(self.model, self.space, parameters, x)
+        found = probe(network, self.space, parameters, x)
         self._routed |= found.routed
         if found.settled:
             self._probes[key] = found
-        return *self._record(x, parameters, found, graph), found
+        return *self._record(network, x, parameters, found, graph), found
 
-    def _probe(self, x: Any, parameters: dict[str, Tensor], modes: tuple[bool, ...]) -> Probe:
+    def _probe(self, network: nn.Module, x: Any, parameters: dict[str, Tensor], modes: tuple[bool, ...]) -> Probe:
         key = shape_key(x), modes
         if key not in self._probes:
-            found = probe(self.model, self.space, parameters, x)
+            found = probe(network, self.space, parameters, x)
             if not found.settled:
                 return found
             self._probes[key] = found
         return self._probes[key]
 
-    def _record(self, x: Any, parameters: dict[str, Tensor], found: Probe, graph: bool) -> tuple[Tensor, Record]:
+    def _record(
+        self, network: nn.Module, x: Any, parameters: dict[str, Tensor], found: Probe, graph: bool
+    ) -> tuple[Tensor, Record]:
         recorder = Recorder(self.space, parameters, x, found.dependent, aliases=self._aliases, graph=graph)
         with recorder:
-            value = call(self.model, x)
+            value = call(network, x)
         return value, recorder.record
 
 
@@ -327,7 +335,7 @@ class Linearisation:
             )
         if self.record.opaque:
             values = opaque_rows(
-                self.tangent.model, self.space, list(self.record.opaque), self.x, self.output, cotangents
+                self.tangent.network, self.space, list(self.record.opaque), self.x, self.output, cotangents
             )
             pieces += [DenseRows(self.space.whole.starts[name], rows) for name, rows in values.items()]
         if not pieces:

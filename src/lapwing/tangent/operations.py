@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lapwing.errors import ModelError, UnsupportedOperationError
 from lapwing.tangent.rules import IN_PLACE
@@ -19,7 +20,7 @@ _DROPOUT = frozenset(
     getattr(F, name)
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 ) | {torch.dropout}
-_ASKS_FOR_MODES = "has_torch_function"
+_ASKS_FOR_MODES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _RESHAPED = frozenset(
@@ -152,23 +153,67 @@ def owned(func: Callable, out: Any, given: list[Tensor]) -> Any:
     return torch.ops.aten._unsafe_view(out, out.shape)
 
 
-@contextmanager
-def differentiable_twice() -> Iterator[None]:
-    """The fused recurrent kernels have no second derivative, which J v needs; the plain ones do."""
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # `mkldnn.flags` would set, and warn of, other switches too
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = before
+# -- plain kernels in place of fused ones: torch's own switches hold for the whole process, these for one call ---------
 
 
-@contextmanager
-def descend() -> Iterator[None]:
-    """Lets the body of a composite function run with the mode active, instead of handing it the call once more."""
-    before = getattr(F, _ASKS_FOR_MODES)
-    setattr(F, _ASKS_FOR_MODES, lambda *_: False)
-    try:
-        yield
-    finally:
-        setattr(F, _ASKS_FOR_MODES, before)
+def inlined(func: Callable) -> Callable:
+    """The same composite function, whose body runs with a mode active instead of handing it the call once more."""
+    assert isinstance(func, FunctionType)
+    unasked = {name: _never for name in _ASKS_FOR_MODES if name in func.__globals__}
+    space = {**func.__globals__, **unasked}
+    copy = FunctionType(func.__code__, space, func.__name__, func.__defaults__, closure=func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """By the one kernel that can be differentiated twice and run under `vmap`."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return torch._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+
+
+def _lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """By the kernel for packed sequences, which can be differentiated twice; that of whole batches cannot."""
+    if not isinstance(args[3], bool):  # packed already: (data, batch_sizes, hx, ...)
+        return torch.lstm(*args)
+    *given, batch_first = args
+    x, hx, *rest = given
+    x = x.transpose(0, 1) if batch_first else x
+    steps, batch = x.shape[:2]
+    out, h, c = torch.lstm(x.flatten(0, 1), torch.full((steps,), batch), hx, *rest)
+    out = out.unflatten(0, (steps, batch))
+    return out.transpose(0, 1) if batch_first else out, h, c
+
+
+PLAIN: dict[Callable, Callable | None] = {
+    F.multi_head_attention_forward: None,
+    F.scaled_dot_product_attention: _attention,
+    torch.lstm: _lstm,
+}
+"""Functions with fused kernels, and what is run instead of them; None for one whose parts are."""
+
+
+class Plain(TorchFunctionMode):
+    """Runs plain kernels in place of fused ones, in this thread."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        plain = PLAIN.get(func, func)
+        if plain is not None:
+            return plain(*args, **(kwargs or {}))
+        with self:
+            return inlined(func)(*args, **(kwargs or {}))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import maybe_current_level
 from torch.autograd.graph import get_gradient_edge
@@ -21,12 +20,11 @@ from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import tensors
 from lapwing.tangent.operations import (
     INDEXING,
-    RECURRENT,
+    PLAIN,
     REFUSABLE,
     TensorSet,
-    descend,
-    differentiable_twice,
     flat,
+    inlined,
     name_of,
     owned,
     refuse_train_mode,
@@ -161,9 +159,10 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
-            with self, descend():
-                return func(*args, **kwargs)
+        plain = PLAIN.get(func, func)
+        if plain is None:
+            with self:
+                return inlined(func)(*args, **kwargs)
         name, kind = traits(func)
         if kind is REFUSABLE:
             refuse_train_mode(func, args, kwargs)
@@ -176,7 +175,7 @@ class Recorder(TorchFunctionMode):
         target = written_to(kind, args, kwargs)
         # inside torch.func the tensors are wrapped, and the graph behind them is not the outer one: left to the walk
         if not read or maybe_current_level() is not None:
-            out = func(*args, **kwargs)
+            out = plain(*args, **kwargs)
             if data:
                 self._mark(out)
                 self._mark(target)
@@ -191,11 +190,7 @@ class Recorder(TorchFunctionMode):
         onward = [edge_key(t) for t in given if t.grad_fn is not None and id(t) not in self._sources]
         # a tensor that holds parameters loses its name when it is written to, so the names are asked for before
         names, version = (frozenset(), 0) if target is None else (self._names(read), target._version)
-        if func in RECURRENT:
-            with differentiable_twice():
-                out = func(*args, **kwargs)
-        else:
-            out = owned(func, func(*args, **kwargs), given)
+        out = owned(func, plain(*args, **kwargs), given)
         if routed:
             self.record.routed = True
             self._routed.add(*flat((out, target), {}))

@@ -14,7 +14,6 @@ operation needs one rule (docs/extending.md). What is made of parameters alone n
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from torch import Tensor
 from lapwing.errors import UnsupportedOperationError
 from lapwing.linalg.rows import DEFAULT_BUDGET, chunks
 from lapwing.tangent.operations import RECURRENT, WRITING, flat, traits
+from lapwing.tangent.quiet import quiet
 from lapwing.tangent.rules import ELEMENTWISE, methods
 
 if TYPE_CHECKING:
@@ -119,10 +119,9 @@ def _rows(node: Node, units: Tensor, number: int) -> Squares:
     """J^T u for a leading axis of cotangents of one output, summed over the slots that a value was given in."""
     empty: list[Tensor | None] = [None] * len(node.outs)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch warns where it would loop inside: the loop below is as good
+        with quiet():
             pulled = node.pull([*empty[:number], units, *empty[number + 1 :]], batched=True)
-    except (RuntimeError, UserWarning):
+    except RuntimeError:
         each = [node.pull([*empty[:number], unit, *empty[number + 1 :]]) for unit in units]
         pulled = [(values[0][0], torch.stack([grad for _, grad in values])) for values in zip(*each, strict=True)]
     held: dict[Value, Tensor] = {}

@@ -25,15 +25,14 @@ from torch.overrides import TorchFunctionMode
 
 from lapwing.errors import UnsupportedOperationError
 from lapwing.tangent.checks import check_output, check_trainable
-from lapwing.tangent.guard import plain_attention, unchanged
 from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, tensors
 from lapwing.tangent.model import Tangent
 from lapwing.tangent.operations import (
     REFUSABLE,
     WRITING,
     TensorSet,
-    descend,
     flat,
+    inlined,
     owned,
     refuse_train_mode,
     traits,
@@ -41,7 +40,7 @@ from lapwing.tangent.operations import (
 )
 from lapwing.tangent.squares import Rule
 from lapwing.tangent.squares_more import RULES
-from lapwing.tangent.tape_plain import attention, composite, inlined
+from lapwing.tangent.tape_plain import attention, composite
 
 # -- what is on the tape --------------------------------------------------------------------------------------------
 
@@ -171,8 +170,9 @@ def record(tangent: Tangent, x: Any) -> Tape:
         parameters = tangent.parameters
         check_trainable(parameters)
         recorder = TapeRecorder(parameters, x)
-        with unchanged(tangent.model), plain_attention(), recorder:
-            out = call(tangent.model, x)
+        network = tangent.network()
+        with recorder:
+            out = call(network, x)
     check_output(out, batch_size(x))
     return recorder.tape(out)
 
@@ -234,8 +234,8 @@ class TapeRecorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            with self, descend():
-                return func(*args, **kwargs)
+            with self:
+                return inlined(func)(*args, **kwargs)
         name, kind = traits(func)
         if kind is REFUSABLE:
             refuse_train_mode(func, args, kwargs)
@@ -253,8 +253,8 @@ class TapeRecorder(TorchFunctionMode):
         if inputs and func not in self._inside and composite(func) and func not in RULES:
             self._inside.append(func)
             try:
-                with self, inlined(func):
-                    return func(*args, **kwargs)
+                with self:
+                    return inlined(func)(*args, **kwargs)
             finally:
                 self._inside.pop()
         data = any(tensor in self._data for tensor in given) or any(not value.derived for value in inputs.values())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType
 
 import torch
@@ -39,16 +38,3 @@ def attention(
 def composite(func: Callable) -> bool:
     """Whether a function of torch is written in Python, so that its body can be seen."""
     return isinstance(func, FunctionType) and func.__module__ in ("torch.nn.functional", "torch.functional")
-
-
-@contextmanager
-def inlined(func: Callable) -> Iterator[None]:
-    """Lets the body of a composite function run with the mode active, instead of handing it the call once more."""
-    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    space = func.__globals__  # pyright: ignore[reportFunctionMemberAccess]
-    before = {name: space[name] for name in names if name in space}
-    space.update(dict.fromkeys(before, lambda *_: False))
-    try:
-        yield
-    finally:
-        space.update(before)

@@ -15,7 +15,6 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch import nn
 
 from lapwing.errors import DataError, LapwingError
 from lapwing.estimate.passes import no_batch
@@ -24,7 +23,6 @@ from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.linalg import Curvature
 from lapwing.priors import Prior
 from lapwing.tangent import Tangent
-from lapwing.tangent.guard import unchanged
 from lapwing.tangent.inputs import batch_size, call
 
 Estimator = Callable[..., Curvature]
@@ -92,12 +90,10 @@ class Run:
 
     def evidence(self, generator: torch.Generator | None) -> Evidence:
         """Curvature and fit at the present weights, in eval mode, at unit noise where there is a noise level."""
-        model, space, likelihood = self.tangent.model, self.tangent.space, self.at(1.0)
-        with unchanged(model):
-            model.eval()
-            observed = Observed(self.loader, model, likelihood)
-            curvature = self.estimator(self.tangent, likelihood, observed, generator=generator)
-        mean = space.values(model)
+        tangent, likelihood = replace(self.tangent, evaluate=True), self.at(1.0)
+        observed = Observed(self.loader, tangent, likelihood)
+        curvature = self.estimator(tangent, likelihood, observed, generator=generator)
+        mean = tangent.space.values(tangent.model)
         if self.has_noise:
             fit = GaussianFit(observed.targets, mean.new_tensor(observed.squares))
             return Evidence(curvature, mean, fit, self.noise_power)
@@ -109,7 +105,7 @@ class Observed:
     """The loader's batches; once they have all been taken, how well the model fits those very batches."""
 
     loader: Iterable[Any]
-    model: nn.Module
+    tangent: Tangent
     likelihood: Likelihood
     targets: int = 0
     squares: float = 0.0
@@ -120,7 +116,7 @@ class Observed:
         for x, y in pairs(self.loader):
             yield x, y  # first: the estimator names what is wrong with a batch
             with torch.no_grad():
-                f = call(self.model, x)
+                f = call(self.tangent.network(), x)
                 self.log_likelihood += float(self.likelihood.log_prob(f, y).sum())
                 if isinstance(self.likelihood, Gaussian):
                     self.targets += y.numel()

@@ -9,7 +9,6 @@ No statistic needs G, so that one pass over the data gathers them all: for a dia
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import Tensor
 from lapwing.estimate.recursive.places import Batch, Frame, refuse
 from lapwing.estimate.symmetric import GramSum
 from lapwing.linalg.rows import chunks
+from lapwing.tangent.quiet import quiet
 from lapwing.tangent.tape import Node, Value
 
 
@@ -216,8 +216,7 @@ class Smooth(Step):
         cotangents = [
             None if v is None or v not in rows else rows[v].reshape(-1, *v.shape).to(v.dtype) for v in self.node.outs
         ]
-        with warnings.catch_warnings():  # an operation that vmap runs in a loop is slow, and right
-            warnings.filterwarnings("ignore", message="There is a performance drop")
+        with quiet():
             found = _by_value(self.node.pull(cotangents, batched=True))
         return [
             found[v].flatten(1).to(first.dtype) if v in found else first.new_zeros(len(first), self.frame.place[v].size)

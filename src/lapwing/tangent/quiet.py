@@ -1,0 +1,33 @@
+"""quiet(): hides torch's advice on `vmap`, in this thread alone: `warnings.catch_warnings` would for all of them."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Here(threading.local):
+    """Matches like a compiled pattern, in a thread that is inside `quiet`, and nothing elsewhere."""
+
+    inside = False
+
+    def match(self, text: str) -> bool:
+        return self.inside and text.startswith("There is a performance drop")
+
+
+_HERE = _Here()
+_FILTER = ("ignore", _HERE, UserWarning, None, 0)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """An operation that `vmap` can only run in a loop, at which torch warns, is slow, and right."""
+    if _FILTER not in warnings.filters:  # stays there, and matches nothing that is not asked for
+        warnings.filters.insert(0, _FILTER)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    before, _HERE.inside = _HERE.inside, True
+    try:
+        yield
+    finally:
+        _HERE.inside = before
