@@ -417,3 +417,14 @@ def test_bars_are_for_terminals_and_long_work(
     with Stages(quiet=True) as stages:
         stages("for machines", 0.5)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("length", [240, 400])
+def test_a_name_that_no_file_can_have_is_found_before_the_fit(tmp_path: Path, length: int) -> None:
+    data = tmp_path / "d.csv"
+    data.write_text("a,b\n1,2\n")
+    for command in (("fit", data, "--target", "b"), ("predict", data, data), ("report", data, data)):
+        found = run(*command, "--out", tmp_path / ("x" * length))
+        assert found.exit_code
+        assert "too long for the file system" in " ".join(found.output.split())
+    assert [each.name for each in tmp_path.iterdir()] == ["d.csv"]

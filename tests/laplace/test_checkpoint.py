@@ -21,7 +21,7 @@ from lapwing.laplace import BaseLaplace
 from lapwing.laplace.checkpoint import digest
 from lapwing.laplace.face import CLASSES
 from lapwing.likelihoods import from_function
-from lapwing.serialize import pack, read
+from lapwing.serialize import pack, read, replacing
 from lapwing.serialize.files import PARTIAL
 from unchanged import unchanged
 
@@ -405,7 +405,16 @@ def test_what_cannot_be_checkpointed_says_so(tmp_path: Path) -> None:
         made().fit(never(), checkpoint=tmp_path / "none" / "c")
     with pytest.raises(StorageError, match="is a folder"):
         made().fit(never(), checkpoint=tmp_path)
+    with pytest.raises(StorageError, match="too long"):
+        made().fit(never(), checkpoint=tmp_path / ("x" * 250))
     assert not list(tmp_path.iterdir())
+
+
+def test_the_end_of_a_fit_leaves_the_file_that_another_is_writing(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    with replacing(path) as partial:
+        made("all", "diag").fit(batches(), checkpoint=path, checkpoint_every=4)
+        assert partial.exists()
 
 
 def test_bad_data(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lapwing.errors import LapwingError, StorageError
-from lapwing.serialize import describe, files, read, write
+from lapwing.serialize import describe, files, read, replacing, write
+from lapwing.serialize.files import check_writable
 
 METADATA = {"kind": "test", "numbers": [1, 2.5, None, True], "text": 'Δ "quoted" \\ {}', "nested": {"digest": "0"}}
 
@@ -380,3 +381,80 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path) -> None:
             break
     assert any(numbers), "the writer has written"
     assert partial, "no kill hit the middle of a write: the test shows nothing"
+
+
+# -- others at work on the same file -----------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_replaced_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = files._parsed
+
+    def replaced(*arguments):
+        monkeypatch.setattr(files, "_parsed", parsed)
+        write(path, {name: value[:0] for name, value in tensors().items() if value.ndim}, {"kind": "other"})
+        return parsed(*arguments)
+
+    monkeypatch.setattr(files, "_parsed", replaced)
+    found, metadata = read(path)
+    assert metadata == METADATA, "the file that was opened"
+    assert same(found, tensors())
+    assert read(path)[1] == {"kind": "other"}
+
+
+def test_what_a_kill_has_left_is_removed_by_the_next_write_and_what_is_being_written_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    left, other = tmp_path / f".a.12ab{files.PARTIAL}", tmp_path / f".a.b.12ab{files.PARTIAL}"
+    left.write_bytes(b"half")
+    other.write_bytes(b"of another file")
+    with replacing(path) as busy:
+        busy.write_text("one")
+        write(path, {}, {"kind": "two"})  # as another process would
+        assert busy.exists()
+        assert not left.exists()
+    assert path.read_text() == "one"
+    assert sorted(each.name for each in tmp_path.iterdir()) == [other.name, "a"]
+
+
+LEFT = """
+import os, sys
+from pathlib import Path
+from lapwing.serialize import replacing
+with replacing(Path(sys.argv[1])) as partial:
+    print(partial, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kill -9 is of Unix")
+def test_the_file_of_a_process_is_left_while_it_lives_and_removed_when_it_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", LEFT, str(path)], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        partial = Path(process.stdout.readline().decode().strip())
+        write(path, {}, {})
+        assert partial.exists()
+        process.kill()
+    assert partial.exists()
+    write(path, {}, {})
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+def test_every_file_is_synced_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions and reports, too, are written through `replacing`."""
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda found: (synced.append(os.fstat(found).st_ino), sync(found)))
+    path = tmp_path / "a.csv"
+    with replacing(path) as partial:
+        partial.write_text("1,2")
+        assert not synced
+    assert synced == [path.stat().st_ino, tmp_path.stat().st_ino]
+
+
+@pytest.mark.parametrize("length", [240, 300, 5000])
+def test_a_name_that_is_too_long_is_found_before_the_work(tmp_path: Path, length: int) -> None:
+    with pytest.raises(StorageError, match="too long for the file system; expected at most 233 bytes"):
+        check_writable(tmp_path / ("x" * length))
+    check_writable(tmp_path / ("x" * 233))
+    write(tmp_path / ("x" * 233), {}, {})
+    assert len(list(tmp_path.iterdir())) == 1

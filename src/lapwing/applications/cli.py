@@ -9,6 +9,7 @@ lapwing demo                                  all of it on two real data sets
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -25,6 +26,7 @@ from rich.text import Text
 import lapwing
 from lapwing.applications.console import SMALL, Stages, comparison, handled, notes, one_thread, say, say_json
 from lapwing.errors import OptionError
+from lapwing.serialize.files import check_writable
 
 app = typer.Typer(
     name="lapwing",
@@ -285,6 +287,11 @@ def _check_writable(path: Path, *inputs: Path) -> None:
     """Before the work, not after it; nothing that is read is written over."""
     if str(path) == "-":
         raise OptionError("'-' is no name of a file; expected one to write, such as results.csv.")
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            check_writable(path)  # says so
     if path.is_dir():
         raise OptionError(f"{path} is a folder; expected the name of a file to write.")
     if path.exists() and not path.is_file():
@@ -297,6 +304,7 @@ def _check_writable(path: Path, *inputs: Path) -> None:
         raise OptionError(
             f"the folder {path.parent} is write-protected; expected one to write to. Choose another --out."
         )
+    check_writable(path)
 
 
 def _check_format(path: Path) -> None:

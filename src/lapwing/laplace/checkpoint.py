@@ -11,11 +11,9 @@ The loader must give the same batches in the same order every time: a DataLoader
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -35,7 +33,7 @@ from lapwing.laplace.words import code_of, text
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Dual
 from lapwing.serialize import KINDS, pack, read, unpack, write
-from lapwing.serialize.files import PARTIAL, AnyPath, check_writable, sha256
+from lapwing.serialize.files import AnyPath, check_writable, sha256
 from lapwing.tangent.features import FeatureTangent
 
 if TYPE_CHECKING:
@@ -96,12 +94,8 @@ def checkpointed(
 
 
 def remove(path: AnyPath) -> None:
-    """Removes the file of a fit that is done, and what a kill has left of one that was being written."""
-    target = Path(path).resolve()
-    left = target.parent.glob(f".{glob.escape(target.name)}.*{PARTIAL}")
-    for each in (target, *left):
-        with suppress(FileNotFoundError):
-            each.unlink()
+    """Removes the file of a fit that is done."""
+    Path(path).resolve().unlink(missing_ok=True)
 
 
 def _nothing() -> None:

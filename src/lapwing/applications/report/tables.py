@@ -24,7 +24,7 @@ from lapwing.applications.report.observe import OUTSIDE_ROWS, SHOWN_COLUMNS, Obs
 from lapwing.applications.report.page import render
 from lapwing.applications.report.predictions import Classes, Numbers
 from lapwing.applications.report.words import number
-from lapwing.applications.report.write import collect, write
+from lapwing.applications.report.write import check_early, collect, write
 from lapwing.applications.targets import TEST, present, split
 from lapwing.errors import DataError
 from lapwing.metrics import entropy
@@ -63,6 +63,7 @@ def report_table(
     `seed` is the one of the fit, by which rows that it held out are found again. `out_of_distribution` is a table of
     unfamiliar rows.
     """
+    check_early(path)
     tell = progress or (lambda stage, share: None)
     tell("reading the table", 0.0)
     table = open_table(source)

@@ -16,6 +16,7 @@ from lapwing.applications.report.words import number
 from lapwing.errors import DataError, OptionError
 from lapwing.laplace import BaseLaplace
 from lapwing.serialize import replacing
+from lapwing.serialize.files import check_writable
 
 Figures = dict[str, Any]
 
@@ -40,6 +41,7 @@ def report(
     """
     if not isinstance(la, BaseLaplace):
         return _of_table(la, loader, path, out_of_distribution, title)
+    check_early(path)
     observed = observe(la, loader, out_of_distribution, keep_columns=names is not None)
     figures = collect(la, observed, names=names, classes=classes, title=title)
     write(path, render(figures))
@@ -112,6 +114,12 @@ def collect(
         "classes": [str(name) for name in classes] if classes is not None else None,
         "choices": [*choices, *la.choices, *own],
     }
+
+
+def check_early(path: str | os.PathLike[str]) -> None:
+    """Before the work: whether the page can be written, as far as its folder is there."""
+    if Path(path).parent.is_dir():
+        check_writable(path)
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
