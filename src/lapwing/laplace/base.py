@@ -27,7 +27,7 @@ from lapwing.laplace.options import choose
 from lapwing.laplace.structures import AnyTangent, exceptions, recipe
 from lapwing.laplace.tasks import likelihood_of, noise_of
 from lapwing.laplace.weights import Weights, whole
-from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods import Categorical, Likelihood, Preference
 from lapwing.linalg import LinearMap
 from lapwing.params import ParamSpace
 from lapwing.predictive import draws, network_draws
@@ -40,11 +40,12 @@ from lapwing.tangent.inputs import map_tensors
 class BaseLaplace(Weights):
     """A Laplace posterior over the weights of `model`.
 
-    `likelihood` is "regression", "classification", "binary", "poisson", "heteroscedastic", or an object of
-    `lapwing.likelihoods`. `estimator` says where curvature comes from: "exact" (the generalised Gauss-Newton, default),
-    "fisher", "mc" (sampled Fisher), "projection" (randomly projected GGN), "recursive" (kron alone: propagated in
-    expectation over the data of a fit, for many outputs), "empirical" or "hessian"; `backend` does the same with names
-    of `lapwing.curvature`. Other keyword arguments are options of the structure.
+    `likelihood` is "regression", "classification", "binary", "poisson", "heteroscedastic", "reward_modeling" (fitted to
+    choices in pairs, see `likelihoods.Preference`), or an object of `lapwing.likelihoods`. `estimator` says where
+    curvature comes from: "exact" (the generalised Gauss-Newton, default), "fisher", "mc" (sampled Fisher), "projection"
+    (randomly projected GGN), "recursive" (kron alone: propagated in expectation over the data of a fit, for many
+    outputs), "empirical" or "hessian"; `backend` does the same with names of `lapwing.curvature`. Other keyword
+    arguments are options of the structure.
     """
 
     structure: ClassVar[str]
@@ -224,14 +225,15 @@ class BaseLaplace(Weights):
         [B C, B C] over all inputs (probabilities are per input, and stay as they are); `diagonal_output=True` the
         variances in the shape of the outputs. `pred_type="nn"` averages the network itself at sampled weights.
         `link_approx` is "probit", "mc", "probit_full", "bridge", "bridge_norm", or "quadrature" for a single logit.
-        Further arguments of the model go into x, where it is a mapping. `fitting` is taken for compatibility and means
-        nothing.
+        Further arguments of the model go into x, where it is a mapping. `fitting` is for likelihood="reward_modeling",
+        which predicts rewards of single inputs: with it, the probabilities of the choices in pairs.
         """
         x = _with_arguments(x, model_kwargs)
         pred_type = self._pred_type(pred_type)
         link = choose(link_approx, predictions.LINKS, "link_approx")
         posterior = self.posterior
-        classes = predictions.has_probabilities(self.distribution)
+        likelihood = Categorical() if fitting and isinstance(self.distribution, Preference) else self.distribution
+        classes = predictions.has_probabilities(likelihood)
         if joint and pred_type == "nn":
             raise OptionError(
                 "joint=True goes with pred_type='glm'; found 'nn'. Use functional_samples, which are joint."
@@ -239,12 +241,12 @@ class BaseLaplace(Weights):
         if pred_type == "nn":
             if not classes and whole(n_samples) < 2:
                 raise ParameterError("n_samples is 1, which has no variance; expected at least 2 draws.")
-            out = self.predictive_samples(x, "nn", n_samples, generator=generator)
+            out = predictions.predicted(likelihood, self.functional_samples(x, "nn", n_samples, generator=generator))
             return out.mean(0) if classes else (out.mean(0), out.var(0))
         with self._working():
             linear = self.linearise(x)
             if classes:
-                arguments = self.distribution, link, whole(n_samples), generator
+                arguments = likelihood, link, whole(n_samples), generator
                 return predictions.probabilities(posterior, linear, *arguments)
             return predictions.moments(posterior, linear, joint=joint, diagonal=diagonal_output)
 

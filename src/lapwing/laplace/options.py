@@ -36,6 +36,7 @@ class Likelihood(StrEnum):
     BINARY = "binary"
     POISSON = "poisson"
     HETEROSCEDASTIC = "heteroscedastic"
+    REWARD_MODELING = "reward_modeling"
 
 
 class PredType(StrEnum):

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.laplace.options import LinkApprox, choose
-from lapwing.likelihoods import Bernoulli, Categorical, Likelihood
+from lapwing.likelihoods import Bernoulli, Categorical, Likelihood, Preference
 from lapwing.linalg import LinearMap
 from lapwing.posterior import Gaussian
 from lapwing.predictive import draws
@@ -25,15 +25,17 @@ FEW_OUTPUTS = 64
 
 
 def has_probabilities(likelihood: Likelihood) -> bool:
-    return isinstance(likelihood, (Categorical, Bernoulli))
+    """Whether predictions are probabilities; of preferences they are the rewards, numbers as in a regression."""
+    return isinstance(likelihood, (Categorical, Bernoulli)) and not isinstance(likelihood, Preference)
 
 
 def predicted(likelihood: Likelihood, outputs: Float[Tensor, "*draws batch *out"], draws: int = 1) -> Tensor:
     """Outputs as predictions: probabilities for classes and events, else as they are. `draws` leading axes."""
+    if not has_probabilities(likelihood):
+        return outputs
     if isinstance(likelihood, Bernoulli):
         return torch.sigmoid(outputs)
-    if not isinstance(likelihood, Categorical):
-        return outputs
+    assert isinstance(likelihood, Categorical)
     if draws == 0:
         return likelihood.from_last(torch.softmax(likelihood.to_last(outputs), dim=-1), outputs.shape)
     flat = outputs.flatten(0, 1)  # the likelihood's layout has one batch axis

@@ -14,6 +14,7 @@ from lapwing.likelihoods import (
     HeteroscedasticGaussian,
     Likelihood,
     Poisson,
+    Preference,
 )
 
 TASKS: dict[str, type[Likelihood]] = {
@@ -22,6 +23,7 @@ TASKS: dict[str, type[Likelihood]] = {
     "binary": Bernoulli,
     "poisson": Poisson,
     "heteroscedastic": HeteroscedasticGaussian,
+    "reward_modeling": Preference,
 }
 
 

@@ -17,8 +17,7 @@ from lapwing.errors import DataError, OptionError, ParameterError
 from lapwing.estimate.passes import pair
 from lapwing.laplace.hyper import HyperParameters, precisions_of, prior_of
 from lapwing.laplace.options import PriorStructure, TuningMethod, choose
-from lapwing.laplace.predictions import has_probabilities
-from lapwing.likelihoods import Gaussian
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
 from lapwing.training import adam
@@ -160,7 +159,11 @@ def _at_noise(laplace: BaseLaplace) -> Curvature:
 
 def _score(laplace: BaseLaplace, loss: Callable | None) -> validation.Score | None:
     """A function of the user: loss(probabilities, y), and loss(mean, variance, y) where numbers are predicted."""
-    if loss is None or isinstance(loss, validation.Metric) or has_probabilities(laplace.distribution):
+    if (
+        loss is None
+        or isinstance(loss, validation.Metric)
+        or isinstance(laplace.distribution, (Categorical, Bernoulli))
+    ):
         return loss
 
     def score(prediction: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> object:

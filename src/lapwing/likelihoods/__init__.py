@@ -4,6 +4,7 @@
 |---------------------------|----------------------|--------------------|--------------------|--------|
 | `Gaussian`                | C means              | C reals            | [C, C] diagonal    | yes    |
 | `Categorical`             | C logits             | a class, int64     | [C, C - 1]         | yes    |
+| `Preference`              | 2 rewards            | which was chosen   | [2, 1]             | yes    |
 | `Bernoulli`               | C logits             | C of {0, 1}        | [C, C] diagonal    | yes    |
 | `Poisson`                 | C log-rates          | C counts           | [C, C] diagonal    | yes    |
 | `HeteroscedasticGaussian` | D means, D log-vars  | D reals            | [2D, 2D], Fisher   | no     |
@@ -25,6 +26,7 @@ from lapwing.likelihoods.from_function import from_function
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
+from lapwing.likelihoods.preference import Preference
 
 __all__ = [
     "Bernoulli",
@@ -34,5 +36,6 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Likelihood",
     "Poisson",
+    "Preference",
     "from_function",
 ]
