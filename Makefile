@@ -33,8 +33,11 @@ $(stamp): pyproject.toml constraints.txt
 	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
-demo: $(stamp) ## two data sets from table to report in a minute; writes build/demo and docs/images/demo.png
-	$(VENV)/bin/lapwing demo --out build/demo --picture docs/images/demo.png
+# The picture of the README: make demo PICTURE=docs/images/demo.png
+PICTURE ?= build/demo/demo.png
+
+demo: $(stamp) ## two data sets from table to report in a minute; writes build/demo
+	$(VENV)/bin/lapwing demo --out build/demo --picture $(PICTURE)
 
 test: $(stamp) ## tests and doctests, warnings are errors; without those marked slow
 	$(python) -m pytest -n $(WORKERS) -m "not slow"

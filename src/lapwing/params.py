@@ -56,6 +56,12 @@ class ParamSpace:
     @staticmethod
     def of(model: nn.Module) -> ParamSpace:
         """All parameters of `model` with `requires_grad=True`; a tensor registered twice counts once."""
+        if not isinstance(model, nn.Module):
+            inside = [
+                name for name in ("module_", "module", "model") if isinstance(getattr(model, name, None), nn.Module)
+            ]
+            remedy = f"Give its {inside[0]}, which is one." if inside else "Give the network itself."
+            raise ModelError(f"the model is a {type(model).__name__}; expected a torch.nn.Module. {remedy}")
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ModelError(

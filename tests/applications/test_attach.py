@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lapwing
 from lapwing import FullLaplace, KronLaplace, Laplace, attach
 from lapwing.applications.calibration import COVARIANCE, calibrate
-from lapwing.errors import DataError, OptionError, UnsupportedOperationError
+from lapwing.errors import DataError, LapwingWarning, OptionError, UnsupportedOperationError
 from lapwing.laplace.face import FULL_LIMIT
 from lapwing.likelihoods import Categorical, Gaussian, from_function
 from unchanged import unchanged
@@ -194,6 +194,54 @@ def test_bad_input_is_named() -> None:
         calibrate(la, [torch.zeros(3, 2)])
     with pytest.raises(OptionError, match="unknown hessian_structure"):
         attach(network(), regression(40, 0), "regression", structure="fll")
+
+
+def test_what_is_no_module_is_named_with_the_one_inside() -> None:
+    """In a process of its own, as here types are checked before the library does it."""
+    code = """
+import lapwing, torch
+class Skorch:
+    module_ = torch.nn.Linear(2, 3)
+for make in (lambda: lapwing.attach(Skorch(), [], "classification"), lambda: lapwing.Laplace(3, "classification")):
+    try:
+        make()
+    except lapwing.errors.ModelError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.splitlines() == [
+        "the model is a Skorch; expected a torch.nn.Module. Give its module_, which is one.",
+        "the model is a int; expected a torch.nn.Module. Give the network itself.",
+    ], done.stderr
+
+
+def test_probabilities_are_not_taken_for_logits() -> None:
+    data = classes(40, 0)
+    width, count = data[0][0].shape[1], 1 + max(int(y.max()) for _, y in data)
+    inner = nn.Linear(width, count, dtype=torch.float64)
+    with pytest.raises(DataError, match=r"outputs are probabilities.*Leave out the softmax"):
+        lapwing.attach(nn.Sequential(inner, nn.Softmax(1)), data, "classification")
+    logs = lapwing.attach(nn.Sequential(inner, nn.LogSoftmax(1)), data, "classification")  # these are logits as well
+    plain = lapwing.attach(inner, data, "classification")
+    assert float(logs.log_marginal_likelihood()) == pytest.approx(float(plain.log_marginal_likelihood()), rel=1e-6)
+    binary = [(x, (y[:, None] == torch.arange(count)).float()) for x, y in data]
+    with pytest.warns(LapwingWarning, match="lie between 0 and 1; expected logits"):
+        lapwing.attach(nn.Sequential(inner, nn.Sigmoid()), binary, "binary")
+
+
+def test_a_posterior_says_what_it_is() -> None:
+    data = regression(40, 0)
+    width = data[0][0].shape[1]
+    la = lapwing.Laplace(
+        nn.Sequential(nn.Linear(width, 1, dtype=torch.float64)), "regression", "all", "full", prior_precision=2.0
+    )
+    assert str(la) == (
+        f"FullLaplace: full posterior over {width + 1} parameters of Sequential, Gaussian likelihood, not fitted; "
+        "prior_precision 2, sigma_noise 1, temperature 1"
+    )
+    la.fit(data)
+    assert "fitted to 40 points" in repr(la)
+    assert "not fitted" in str(lapwing.Laplace(nn.Linear(width, 1), "regression", "last_layer", "kron"))
 
 
 def test_importing_lapwing_imports_no_pictures_and_no_tables() -> None:

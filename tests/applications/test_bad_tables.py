@@ -230,7 +230,7 @@ def test_too_many_classes() -> None:
 def test_truth_values_as_a_target() -> None:
     frame = good().assign(y=[True, False] * 50)
     bundle = fit(frame)
-    assert bundle.classes == ("false", "true")
+    assert bundle.classes == ("False", "True")
     assert bundle.evaluate(frame).rows[0].accuracy is not None
     assert fit(frame, task="regression").task == "regression"
 

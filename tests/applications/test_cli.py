@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "flats.csv", index=False
     )
     ok("fit", folder / "houses.csv", "--target", "price", "--out", folder / "houses.lapwing", *SMALL)
-    ok("fit", folder / "flats.csv", "--target", "dear", "--out", folder / "flats.lapwing", *SMALL)
+    ok("fit", folder / "flats.csv", "--target", "dear", "--out", folder / "flats.lapwing", "--seed", "3", *SMALL)
     return folder
 
 
@@ -162,7 +162,7 @@ def test_report_of_other_rows_looks_at_all(folder: Path, tmp_path: Path) -> None
     amounts(200, 9).to_csv(tmp_path / "other.csv", index=False)
     out = tmp_path / "r.html"
     assert (
-        "200 rows (rows with a known target)"
+        "200 rows (rows that may have been used for training)"
         in ok("report", folder / "houses.lapwing", tmp_path / "other.csv", "--out", out).stdout
     )
     assert "would be too good" in out.read_text()
@@ -184,8 +184,19 @@ def test_report_of_classes_with_unfamiliar_rows(folder: Path, tmp_path: Path) ->
     )
     found = as_json(ok(*arguments, "--title", "Flats", "--json"))["figures"]
     assert found["unfamiliar"]["count"] == 20
-    assert found["classes"] == ["false", "true"]
+    assert found["classes"] == ["False", "True"]
     assert "<h1>Flats</h1>" in out.read_text()
+    # fitted with another seed than 0, which the model knows
+    assert found["rows_are_test"]
+    assert found["summary"][0]["laplace"] == pytest.approx(found["fit"]["rows"][1]["nll"], rel=1e-5)
+    assert "On held-out rows" in out.read_text()
+    other = pd.read_csv(folder / "flats.csv").iloc[5:]
+    other.to_csv(tmp_path / "other.csv", index=False)
+    text = ok("report", folder / "flats.lapwing", tmp_path / "other.csv", "--out", out).stdout
+    assert "195 rows (rows that may have been used for training)" in text
+    for said in (text, out.read_text()):
+        assert "held-out" not in said
+    assert "On rows that may have been used for training" in out.read_text()
 
 
 # -- inspect, version --------------------------------------------------------------------------------------------------
@@ -197,7 +208,7 @@ def test_inspect(folder: Path) -> None:
         assert words in text
     found = as_json(ok("inspect", folder / "flats.lapwing", "--json"))
     assert found["task"] == "classification"
-    assert found["classes"] == ["false", "true"]
+    assert found["classes"] == ["False", "True"]
     assert [column["name"] for column in found["columns"]] == ["size", "town"]
     assert found["effective_parameters"] <= found["network"]["parameters"]
 
@@ -344,10 +355,54 @@ def test_the_next_command_can_be_pasted(folder: Path, tmp_path: Path) -> None:
     assert f"lapwing report '{out}' '{data}'" in text
 
 
-def test_a_report_needs_a_seed_that_is_one(folder: Path, tmp_path: Path) -> None:
-    arguments = ("report", folder / "houses.lapwing", folder / "houses.csv", "--out", tmp_path / "r.html")
-    result = run(*arguments, "--seed", "-1")
-    assert (result.exit_code, "the seed is -1" in result.stderr) == (2, True)
+def test_one_target_at_a_time(folder: Path) -> None:
+    result = run("fit", folder / "houses.csv", "--target", "price", "--target", "size")
+    assert result.exit_code == 2
+    assert "--target was given 2 times ('price', 'size'); expected one" in result.stderr
+
+
+@pytest.mark.filterwarnings("ignore::lapwing.errors.LapwingWarning")
+def test_labels_come_back_as_they_were_given_and_none_reaches_the_terminal_as_an_order(tmp_path: Path) -> None:
+    labels = ["=cmd|' /C calc'!A0", "Yes \x1b[31mred", "02134", "2.0"]
+    frame = pd.DataFrame({"a": np.arange(80.0) % 4, "b": np.arange(80.0), "y": [labels[i % 4] for i in range(80)]})
+    data, model, out = (tmp_path / name for name in ("t.csv", "t.lapwing", "p.csv"))
+    frame.to_csv(data, index=False)
+    text = ok("fit", data, "--target", "y", "--out", model, *SMALL).stdout
+    text += ok("inspect", model).stdout
+    said = ok("predict", model, data, "--out", out, "--raw").stdout
+    raw = pd.read_csv(out, dtype=str)["prediction"]
+    assert (raw == frame["y"]).mean() > 0.9
+    assert "formulas" not in said
+    text += ok("predict", model, data, "--out", out).stdout
+    escaped = pd.read_csv(out, dtype=str)
+    assert set(escaped["prediction"]) == {"'" + labels[0], *labels[1:]}
+    assert not escaped["prediction_set"].str.startswith("=").any()
+    assert "taken for formulas" in text.replace("take for", "taken for")
+    text += said + ok("report", model, data, "--out", tmp_path / "r.html").stdout
+    assert "\x1b" not in text
+    assert "\\x1b[31mred" in text
+    result = run("fit", data, "--target", "\x1b[2J")
+    assert (result.exit_code, "\x1b" in result.stderr) == (2, False)
+
+
+@pytest.mark.filterwarnings("ignore::lapwing.errors.LapwingWarning")
+def test_a_table_with_nothing_to_learn_says_so(folder: Path, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    pd.DataFrame(random.normal(size=(12, 3)), columns=["a", "b", "y"]).to_csv(tmp_path / "t.csv", index=False)
+    text = ok("fit", tmp_path / "t.csv", "--target", "y", "--out", tmp_path / "m", "--epochs", "5").stdout
+    assert "not shown to predict better" in text.replace("\n", " ")
+    for name in ("houses", "flats"):
+        assert "not shown to predict better" not in ok("inspect", folder / f"{name}.lapwing").stdout
+
+
+def test_ctrl_c_while_importing_leaves_no_traceback() -> None:
+    code = (
+        "import os, threading, lapwing_command as command; "
+        "threading.Timer(0.3, os.kill, (os.getpid(), 2)).start(); command.main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 130
+    assert result.stderr == "Error: stopped before the end; no unfinished file is left.\n"
 
 
 def test_a_defect_is_said_to_be_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,6 +315,29 @@ def test_a_task_can_be_asked_for() -> None:
         read_target(table, "w", kinds["w"], "cluster")
 
 
+@pytest.mark.parametrize(
+    ("given", "classes", "codes"),
+    [
+        (["Yes", "no", "Yes", "NO", "no"], ("no", "Yes"), [1, 0, 1, 0, 0]),
+        (["02134", "00501", "02134"], ("00501", "02134"), [1, 0, 1]),
+        (["2.0", "1.0", "2.0", "1"], ("1.0", "2.0"), [1, 0, 1, 0]),
+        (["x", "2.0", "x", "2.0", None], ("2.0", "x"), [1, 0, 1, 0, -1]),
+        ([True, False, True], ("False", "True"), [1, 0, 1]),
+        ([2, 1, 2], ("1", "2"), [1, 0, 1]),
+    ],
+)
+def test_labels_are_kept_as_given(given: list, classes: tuple[str, ...], codes: list[int], tmp_path: Path) -> None:
+    frame = pd.DataFrame({"y": given * 10, "n": range(10 * len(given))})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    for source in (frame, tmp_path / "t.csv"):
+        table = open_table(source)
+        target, values = read_target(table, "y", infer(table.chunks())["y"], "classification")
+        assert target.classes == classes
+        assert values[: len(given)].tolist() == codes
+        assert target.encode(pd.Series(given, dtype=object)).tolist() == codes
+        assert Target.from_dict(json.loads(json.dumps(target.to_dict()))) == target
+
+
 # -- splits ----------------------------------------------------------------------------------------------------------
 
 

@@ -155,7 +155,7 @@ class Bundle:
         text = list(self.encoder.text)
         if target:
             columns = [*columns, find_column(self.target.name, table.columns, table.name)]
-            text += [self.target.name] * (self.target.kind != "number")
+            text += [self.target.name] * self.target.as_written
         for frame in table.chunks(columns, text=text, size=chunk):
             yield frame, self.encoder(frame, notes)
 

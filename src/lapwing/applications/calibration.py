@@ -93,7 +93,7 @@ def rescale(la: BaseLaplace, held_out: HeldOut, errors: float = 0.0) -> str:
     gain, error = float(gains.sum()), float(gains.std(correction=0)) * n**0.5
     means = f"mean log-likelihood {float(before.mean()):.4f} before"
     if not gain > max(1 + la.has_noise, errors * error):
-        return f"Calibration: left as the evidence chose it; {n:,} held-out targets gain too little ({means})."
+        return f"Calibration: left as the evidence chose it; {n:,} targets of val_loader gain too little ({means})."
     la.temperature = la.temperature * c / s**la.evidence.noise_power
     la.prior_precision = la.prior_precision / c
     noise = ""
@@ -101,8 +101,8 @@ def rescale(la: BaseLaplace, held_out: HeldOut, errors: float = 0.0) -> str:
         la.sigma_noise = la.sigma_noise * s
         noise = f" and the noise by {s:.3g}"
     return (
-        f"Calibration: on {n:,} held-out targets the posterior covariance was multiplied by {c:.3g}{noise} ({means}, "
-        f"{float((before + gains).mean()):.4f} after)."
+        f"Calibration: on {n:,} targets of val_loader the posterior covariance was multiplied by {c:.3g}{noise} "
+        f"({means}, {float((before + gains).mean()):.4f} after)."
     )
 
 

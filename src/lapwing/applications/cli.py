@@ -79,7 +79,7 @@ def _top(
 @app.command()
 def fit(
     data: Data,
-    target: Annotated[str, typer.Option(help="The column to predict.", show_default=False)],
+    targets: Annotated[list[str], typer.Option("--target", help="The column to predict.", show_default=False)],
     task: Annotated[Task, typer.Option(help="Amounts, classes, or what the column looks like.")] = Task.AUTO,
     out: Annotated[Path | None, typer.Option(help="Where to write the model; <data>.lapwing by default.")] = None,
     seed: Annotated[int, typer.Option(help="Of the split and the training; the same seed, the same result.")] = 0,
@@ -98,6 +98,7 @@ def fit(
         from lapwing.applications.fitting import fit_table
         from lapwing.applications.network import Spec
 
+        target = _only(targets)
         given = {"kind": network and network.value, "width": width, "depth": depth}
         chosen = {name: value for name, value in given.items() if value is not None}
         spec = Spec(1, 1, **chosen) if chosen else None  # inputs and outputs are those of the table
@@ -126,7 +127,6 @@ def fit(
             say_json(found)
             return
         used = bundle.summary.rows_used
-        again = f" --seed {seed}" if seed else ""
         say(
             f"{bundle.task.capitalize()} of {target!r}: {used['train']:,} rows to learn from, {used['calibration']:,} "
             f"to calibrate, {used['test']:,} to test.",
@@ -134,7 +134,7 @@ def fit(
             comparison(bundle.summary),
             *notes(bundle.notes),
             f"\nModel: {path}",
-            f"Next:  lapwing report {quote(str(path))} {quote(str(data))}{again}",
+            f"Next:  lapwing report {quote(str(path))} {quote(str(data))}",
         )
 
 
@@ -146,6 +146,9 @@ def predict(
         "predictions.csv"
     ),
     level: Annotated[float, typer.Option(help="Probability of the intervals and sets.", min=0.01, max=0.999)] = 0.9,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Write labels that begin as formulas do (=, +, -, @) without a ' before them.")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -163,7 +166,7 @@ def predict(
             def told(rows: int) -> None:
                 stages(f"predicting, {rows:,} rows", 0.0)
 
-            found = asdict(write_predictions(bundle, data, out, level=level, progress=told))
+            found = asdict(write_predictions(bundle, data, out, level=level, progress=told, raw=raw))
         explained = bundle.explain(level)[1:]
         if as_json:
             say_json(
@@ -195,30 +198,26 @@ def report(
         Path | None, typer.Option(help="A table of rows unlike the data, to compare uncertainties with.")
     ] = None,
     title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the fit: finds the rows again that it held out.")] = 0,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Write one page of pictures and plain language about a model; it opens offline in any browser."""
     with handled(debug, as_json):
         from lapwing.applications.bundle import Bundle
-        from lapwing.applications.fitting import check_seed
         from lapwing.applications.report.tables import report_table
 
-        check_seed(seed)
         _check_writable(out, model, data, *([unfamiliar] if unfamiliar else []))
         bundle = Bundle.load(model)
         start = perf_counter()
         with Stages(as_json) as stages:
-            figures = report_table(
-                bundle, data, out, out_of_distribution=unfamiliar, title=title, seed=seed, progress=stages
-            )
+            figures = report_table(bundle, data, out, out_of_distribution=unfamiliar, title=title, progress=stages)
         if as_json:
             say_json({"report": str(out), "seconds": perf_counter() - start, "figures": figures})
             return
         from lapwing.applications.report.words import headline
 
-        which = "the rows that the fit held out to test" if figures["rows_are_test"] else "rows with a known target"
+        known, other = "the rows that the fit held out to test", "rows that may have been used for training"
+        which = known if figures["rows_are_test"] else other
         say(
             f"{figures['rows']:,} rows ({which}), {perf_counter() - start:.1f} s.",
             *headline(figures),
@@ -281,6 +280,13 @@ def demo(
             *([f"Picture: {picture}"] if picture else []),
             f"Done in {perf_counter() - start:.0f} s. Open the reports in a browser.",
         )
+
+
+def _only(targets: list[str]) -> str:
+    if len(targets) != 1:
+        listed = ", ".join(map(repr, targets))
+        raise OptionError(f"--target was given {len(targets)} times ({listed}); expected one. Fit a model for each.")
+    return targets[0]
 
 
 def _check_writable(path: Path, *inputs: Path) -> None:

@@ -8,6 +8,7 @@ codes: 0 done, 1 failed, 2 bad input, 130 stopped by Ctrl-C.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import traceback
 import warnings
@@ -34,6 +35,20 @@ SMALL = 20_000_000
 """Bytes of a table up to which one thread is enough."""
 
 
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""What moves a cursor, colours a terminal, ends a line or turns its direction; not tabs and newlines."""
+
+
+def visible(text: str, lines: bool = False) -> str:
+    """Text of the user with its control characters written out; with `lines` newlines and tabs are kept.
+
+    >>> print(visible("\x1b[2Jred\nalert"))
+    \\x1b[2Jred\\nalert
+    """
+    found = CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return found if lines else found.replace("\n", "\\n").replace("\t", "\\t")
+
+
 @contextmanager
 def handled(debug: bool = False, as_json: bool = False) -> Iterator[None]:
     """Errors as one clean message on stderr and an exit code; with `debug` the traceback before it."""
@@ -45,7 +60,7 @@ def handled(debug: bool = False, as_json: bool = False) -> Iterator[None]:
         raise
     except (Exception, KeyboardInterrupt) as error:
         if debug:
-            traceback.print_exc()
+            sys.stderr.write(visible(traceback.format_exc(), lines=True))
         message, code = _explained(error, debug)
         complain(message)
         if as_json:
@@ -71,7 +86,7 @@ def _explained(error: BaseException, debug: bool) -> tuple[str, int]:
 
 def complain(message: str) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(Text.assemble(("Error: ", "bold red"), message))
+    console.print(Text.assemble(("Error: ", "bold red"), visible(message, lines=True)))
 
 
 @contextmanager
@@ -121,7 +136,7 @@ def say(*lines: str | Table | Text) -> None:
     """Lines and tables for people."""
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
-        console.print(line, markup=False) if isinstance(line, str) else console.print(line)
+        console.print(visible(line, lines=True), markup=False) if isinstance(line, str) else console.print(line)
 
 
 def say_json(value: Any) -> None:
@@ -141,7 +156,7 @@ def plain(value: Any) -> Any:
 def notes(lines: Sequence[str], title: str = "Notes") -> list[Text]:
     if not lines:
         return []
-    return [Text(f"\n{title}", style="bold"), *(Text.assemble("  - ", line) for line in lines)]
+    return [Text(f"\n{title}", style="bold"), *(Text.assemble("  - ", visible(line)) for line in lines)]
 
 
 def comparison(summary: Any) -> Table:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.applications.bundle import Bundle
+from lapwing.applications.bundle import Bundle, Raw
 from lapwing.applications.fitting import fit_table
-from lapwing.applications.reading import pd
+from lapwing.applications.reading import open_table, pd
 from lapwing.applications.report.pictures import GREY, LAPLACE, NETWORK, style
-from lapwing.applications.report.tables import report_table
+from lapwing.applications.report.tables import report_table, test_rows
 from lapwing.errors import OptionError
 from lapwing.metrics import entropy
 
@@ -85,9 +85,13 @@ def _shown(title: str, table: Any, target: str, name: Path, seed: int, tell: Tel
     model, page = name.with_suffix(".lapwing"), name.with_suffix(".html")
     bundle.save(model)
     table.to_csv(name.with_suffix(".csv"), index=False)
-    figures = report_table(bundle, table, page, out_of_distribution=unfamiliar, title=title, seed=seed, progress=stage)
+    if unfamiliar is not None:
+        unfamiliar = unfamiliar.iloc[test_rows(bundle, open_table(table))]  # of no row was anything seen in training
+    figures = report_table(bundle, table, page, out_of_distribution=unfamiliar, title=title, progress=stage)
     found = figures["unfamiliar"]
-    kind = "all digits, turned by a quarter" if unfamiliar is not None else "rows with shuffled and stretched columns"
+    kind = (
+        "held-out digits, turned by a quarter" if unfamiliar is not None else "rows with shuffled and stretched columns"
+    )
     inside, outside = found["flagged"]
     said = f"The flag for unfamiliar rows goes up for {outside:.0%} of {kind}, and for {inside:.1%} of those held out."
     return Shown(title, bundle, model, page, figures, said)
@@ -104,8 +108,7 @@ def draw(path: Path, digits: Shown, images: Any, turned: Any, diabetes: Shown, m
         figure = Figure(figsize=(13, 3.8), layout="constrained", dpi=120)
         left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 0.95, 1.4))
         _draw_intervals(left, diabetes, measured)
-        inside, outside = (digits.bundle.familiarity(raw) for raw in (own, other))
-        _draw_flags(middle, inside, outside, digits.bundle.ood.threshold)
+        _draw_flags(middle, digits, own, other)
         pixels = torch.tensor(images.drop(columns="digit").to_numpy()[held])
         _draw_digits(right, pixels, entropy(digits.bundle.probabilities(own)))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,15 +141,17 @@ def _draw_intervals(axes: Any, shown: Shown, table: Any) -> None:
     axes.legend(loc="upper left", ncols=2)
 
 
-def _draw_flags(axes: Any, inside: Tensor, outside: Tensor, threshold: float) -> None:
+def _draw_flags(axes: Any, shown: Shown, own: Raw, other: Raw) -> None:
+    bundle = shown.bundle
+    inside, outside = (bundle.familiarity(raw) for raw in (own, other))
     low, high = (float(f(torch.cat([inside, outside])).log10()) for f in (torch.min, torch.max))
     bins = torch.logspace(low, high, 36).tolist()
     for values, colour, label in ((inside, LAPLACE, "digits held out"), (outside, NETWORK, "turned by a quarter")):
         axes.hist(values.tolist(), bins, color=colour, alpha=0.55, label=label)
-    axes.axvline(threshold, color=GREY, linestyle="--", linewidth=1.2, label="flagged beyond this")
+    axes.axvline(bundle.ood.threshold, color=GREY, linestyle="--", linewidth=1.2, label="flagged beyond this")
     axes.set(xlabel="standard deviation of the logits", ylabel="images", xscale="log")
     axes.xaxis.set_minor_formatter(lambda value, place: "")  # labels within one decade would run into each other
-    share = float((outside > threshold).double().mean())
+    share = float(bundle.flags(other).double().mean())
     axes.set_title(f"Turned, {share:.0%} of held-out digits are flagged")
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
     axes.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="none")

@@ -117,8 +117,10 @@ def fit_table(
     bundle = calibrated(bundle, x["calibration"], torch.from_numpy(y["calibration"]))
     tell("calibrating", 0.5)
     rows = score(bundle, x["test"], torch.from_numpy(y["test"]))
+    better = _better(bundle, x["test"], y["test"], y["train"])
     seconds["calibration"] = perf_counter() - clock
     notes = [*table.notes, *_notes(wanted, encoder, values, parts, counts), *la.choices]
+    notes += [better] if better else []
     notes += [kinds[target].note] if kinds[target].name == "number" and kinds[target].note else []
     tell("calibrating", 1.0)
     if sum(counts.values()) < FEW:
@@ -223,6 +225,30 @@ def _notes(
             f"95 % need {rows_needed(0.95)}, at 90 % {rows_needed(0.9)}."
         )
     return notes
+
+
+def _better(bundle: Bundle, x: Tensor, y: np.ndarray, learnt: np.ndarray) -> str:
+    """What to say where predictions are not shown to be better than ones that know nothing of a row; else nothing.
+
+    Compared are log-likelihoods of the rows to test: shown is a mean gain above two of its standard errors.
+    """
+    raw, targets = bundle.raw(x), torch.from_numpy(y)
+    if bundle.task == "regression":
+        normal = torch.distributions.Normal(float(learnt.mean()), float(learnt.std()))
+        gain = bundle.amounts(raw).log_prob(targets) - normal.log_prob(targets)
+        same = "their mean and deviation for every row"
+    else:
+        shares = torch.from_numpy(np.bincount(learnt, minlength=len(bundle.classes)) / len(learnt)).clamp_min(1e-12)
+        known = bundle.probabilities(raw).gather(1, targets.unsqueeze(1)).squeeze(1).clamp_min(1e-300)
+        gain = known.log() - shares[targets].log()
+        same = "the share of each class for every row"
+    error = float(gain.std() / len(gain) ** 0.5) if len(gain) > 1 else float("inf")
+    if float(gain.mean()) > 2 * error:
+        return ""
+    return (
+        f"On the {len(y):,} rows held out to test, the model is not shown to predict better than {same}: the columns "
+        "may say nothing of the target, or the rows are too few to learn it from."
+    )
 
 
 def _few(rows: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from lapwing.applications.console import comparison, notes
+from lapwing.applications.console import comparison, notes, visible
 from lapwing.serialize.files import describe
 
 Found = dict[str, Any]
@@ -76,7 +76,7 @@ def lines(found: Found) -> list[str | Table | Text]:
     table.add_column(overflow="fold")
 
     def row(name: str, value: object) -> None:
-        table.add_row(name, Text(str(value)))
+        table.add_row(name, Text(visible(str(value))))
 
     size = f"{found['bytes'] / 1e6:.1f} MB" if found["bytes"] >= 1e5 else f"{found['bytes'] / 1e3:.1f} kB"
     row("File", f"{found['file']} ({size}, written by lapwing {found['written_by']})")

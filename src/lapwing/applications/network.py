@@ -6,7 +6,8 @@ Steps of Adam on the weights alternate with looks at the Laplace evidence (`lapw
 regression each look updates precisions (one per layer) and sigma; for classes one precision goes by factors of three,
 with further steps under each, as long as the evidence grows. The weights with the largest evidence are kept; they need
 not be at a mode. A regression then goes on, for half as long, with a second head that says how the noise varies with
-the inputs, and as long without one; of the two, the one with the larger evidence is kept. The final curvature is of
+the inputs, and as long without one; noise that varies is kept where its evidence is larger by more than chance and
+training that has not come to its end would make it. The final curvature is of
 all rows: full [P, P] where P and the work N C P^2 are small, Kronecker factors otherwise. Last, the scale of the
 covariance is checked with rows that were not seen (`lapwing.applications.calibration`): a tenth that is kept apart, or,
 for a regression with the full matrix, every row by leaving it out.
@@ -47,6 +48,11 @@ UNSEEN = 5_000
 NOISES = "auto", "constant", "varying"
 VARYING_ROWS = 100
 """Fewer rows cannot show how their noise varies."""
+CHANCE = 4.77
+"""Log evidence that noise which varies gains by chance in one of a thousand tables of constant noise: z^2 / 2, z = 3.09
+
+One level is the case of an infinite prior precision of the second head, at the end of what the evidence chooses from,
+so that twice the gain is zero or, as often, chi-squared with one degree of freedom (Self and Liang, 1987)."""
 
 # -- training -------------------------------------------------------------------------------------------------------
 
@@ -177,7 +183,9 @@ def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
 
     Both describe the same targets, so that their evidences compare, and both have gone on for as long, so that it is
     the noise that makes the difference. The prior of the second head is around the constant noise: what the rows do not
-    show of its variation costs evidence.
+    show of its variation costs evidence. Chance gains some all the same, up to `CHANCE`; and where steps alone still
+    gain, residuals hold errors of the mean that vary with the inputs, and more steps would remove: as much is not taken
+    for noise.
     """
     tried = noise == "varying" or (noise == "auto" and len(run.x) >= VARYING_ROWS)
     further = ceil(epochs / 2)
@@ -195,9 +203,11 @@ def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
     varying = _Fitted.of(other, other.stretch(further, RATE / 4, prior, torch.ones_like(kept.sigma), clock), structure)
     if noise == "varying":
         return varying.saying("The noise varies with the inputs, as asked for.")
-    constant = _Fitted.of(run, run.stretch(further, RATE / 4, kept.prior, kept.sigma, clock), structure)
-    gain = varying.log_marginal - constant.log_marginal
-    by = f"probable than one level for all (log evidence {gain:+.1f})"
+    end = run.stretch(further, RATE / 4, kept.prior, kept.sigma, clock)
+    constant = _Fitted.of(run, end, structure)
+    charge = CHANCE + max(0.0, end.score - kept.score)
+    gain = varying.log_marginal - constant.log_marginal - charge
+    by = f"probable than one level for all (log evidence {gain:+.1f} beyond {charge:.1f} for chance and steps)"
     if gain > 0:
         return varying.saying(f"The noise varies with the inputs, which is more {by}.")
     return constant.saying(f"The noise is the same for all rows; that it varies is less {by}.")

@@ -8,6 +8,7 @@ Reads one column: memory O(rows) of one number each, at most.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lapwing.applications.columns import Kind, as_numbers, as_text, as_truth
-from lapwing.applications.reading import Series, Table
+from lapwing.applications.reading import Series, Table, pd
 from lapwing.errors import DataError, OptionError
 
 FEW_WHOLE = 10
@@ -40,15 +41,21 @@ class Target:
     reason: str
     kind: str
     classes: tuple[str, ...] = ()
+    """Names as they were given; of several ways to write the same one (yes and Yes, 2 and 2.0) the most frequent."""
     mean: float = 0.0
     deviation: float = 1.0
+
+    @property
+    def as_written(self) -> bool:
+        """Whether the column is to be read as it is written: names of classes come back as they were given."""
+        return self.task == "classification" or self.kind != "number"
 
     def encode(self, column: Series) -> np.ndarray:
         """Amounts as float64 with NaN where missing; classes as numbers with -1 where missing or unknown."""
         if self.task == "regression":
             return as_truth(column) if self.kind == "boolean" else as_numbers(column)
-        place = {name: number for number, name in enumerate(self.classes)}
-        return _codes(_names(column, self.kind), place)
+        names = _names(pd.Series(list(self.classes), dtype=object), self.kind)
+        return _codes(_names(column, self.kind), {name: number for number, name in enumerate(names.tolist())})
 
     def tensor(self, values: np.ndarray) -> Tensor:
         """What a network is trained on: standardised amounts [N, 1] float32, or class numbers [N]."""
@@ -76,28 +83,33 @@ def present(values: np.ndarray) -> np.ndarray:
 def read_target(table: Table, name: str, kind: Kind, task: str = "auto") -> tuple[Target, np.ndarray]:
     """The target and its values; standardisation is left at 0 and 1, as it belongs to the training rows."""
     task, reason = choose_task(name, kind, task)
-    columns = table.chunks([name], text=[name] if kind.name != "number" or kind.note else [])
+    as_written = task == "classification" or kind.name != "number" or kind.note
+    columns = table.chunks([name], text=[name] if as_written else [])
     if task == "regression":
         target = Target(name, task, reason, kind.name)
         return target, np.concatenate([np.zeros(0), *(target.encode(frame[name]) for frame in columns)])
     place: dict[str, int] = {}
+    spelt: dict[str, Counter[str]] = {}
     parts = [np.zeros(0, dtype=np.int64)]
     for frame in columns:
         words = _names(frame[name], kind.name)
-        for word in words.dropna().unique():
-            place.setdefault(word, len(place))
+        for (word, given), count in Counter(zip(words.tolist(), frame[name].tolist(), strict=True)).items():
+            if word is not None:
+                place.setdefault(word, len(place))
+                spelt.setdefault(word, Counter())[str(given)] += count
         if len(place) > CLASSES:
             raise _too_many(name)
         parts.append(_codes(words, place))
     values = np.concatenate(parts)
     classes = sorted(place, key=_natural)
+    names = tuple(spelt[word].most_common(1)[0][0] for word in classes)
     new = np.empty(len(place) + 1, dtype=np.int64)
     new[-1] = -1
     for number, word in enumerate(classes):
         new[place[word]] = number
     if len(classes) == 1:
-        raise _constant(name, classes[0])
-    return Target(name, task, reason, kind.name, tuple(classes)), new[values]
+        raise _constant(name, names[0])
+    return Target(name, task, reason, kind.name, names), new[values]
 
 
 def choose_task(name: str, kind: Kind, task: str = "auto") -> tuple[str, str]:
@@ -182,9 +194,9 @@ def split(values: np.ndarray, target: Target, seed: int, most: int | None = None
 
 
 def _names(column: Series, kind: str) -> Series:
-    """The class of every row as a word, None where there is none."""
+    """The class of every row as a word, None where there is none; the same for every way to write it."""
     if kind == "number":  # what is no finite number is missing, also where numbers are names of classes
-        return as_text(column.where(~np.isnan(as_numbers(column))))
+        return as_text(pd.Series(as_numbers(column), index=column.index))
     words = as_text(column)
     return words.map(str.casefold, na_action="ignore") if kind == "boolean" else words
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lapwing.applications.bundle import Bundle
-from lapwing.applications.reading import open_table, pd
+from lapwing.applications.dialect import is_number
+from lapwing.applications.reading import Frame, open_table, pd
 from lapwing.applications.table import Notes
 from lapwing.errors import DataError
 from lapwing.serialize import replacing
@@ -33,8 +34,12 @@ def write_predictions(
     chunk: int | None = None,
     level: float = 0.9,
     progress: Callable[[int], object] | None = None,
+    raw: bool = False,
 ) -> Written:
-    """The columns of `Bundle.predict` for every row of a path or data frame; `progress` is told the rows so far."""
+    """The columns of `Bundle.predict` for every row of a path or data frame; `progress` is told the rows so far.
+
+    In text files, labels that a spreadsheet would run as formulas get a ' before them, and a remark, unless `raw`.
+    """
     out, remarks, rows, flagged, frames = Path(out), Notes(), 0, 0, []
     parquet = out.suffix.lower() in (".parquet", ".pq")
     style: Any = {
@@ -46,6 +51,7 @@ def write_predictions(
             if parquet:
                 frames.append(frame)
             else:
+                frame = frame if raw else _inert(frame, remarks)
                 frame.to_csv(partial, mode="a" if rows else "w", header=not rows, index=False, **style)
             rows, flagged = rows + len(frame), flagged + int(frame["ood"].sum())
             if progress is not None:
@@ -55,3 +61,23 @@ def write_predictions(
         if parquet:
             pd.concat(frames).to_parquet(partial, index=False)
     return Written(rows, flagged, remarks.listed())
+
+
+def _inert(frame: Frame, remarks: Notes) -> Frame:
+    """Words that begin as formulas do, and are no numbers, with a ' before them."""
+    names = [name for name in ("prediction", "prediction_set") if name in frame.columns]
+    found: set[str] = set()
+
+    def inert(word: str) -> str:
+        if not word.lstrip(" ").startswith(("=", "+", "-", "@", "\t", "\r")) or is_number(word):
+            return word
+        found.add(word)
+        return "'" + word
+
+    out = frame.assign(**{name: frame[name].map(inert) for name in names})
+    if found:
+        remarks.say(
+            f"Labels that a spreadsheet would take for formulas are written with a ' before them: "
+            f"{', '.join(map(repr, sorted(found)[:3]))}. With --raw they are written as they are."
+        )
+    return out

@@ -153,7 +153,8 @@ def _detached(prior: Prior) -> Prior:
 def _checked(tuned: Tuned, method: str) -> Tuned:
     if not tuned.converged:
         warnings.warn(
-            f"{method} had not come to rest after {tuned.rounds} rounds; raise rounds, or start elsewhere.",
+            f"{method} had not come to rest after {tuned.rounds} rounds; allow more (rounds=, or n_steps= of "
+            "optimize_prior_precision), or start from another prior precision.",
             LapwingWarning,
             stacklevel=3,
         )

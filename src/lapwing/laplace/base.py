@@ -99,6 +99,22 @@ class BaseLaplace(Weights):
     def _dtype(self) -> torch.dtype:
         return self._whole.dtype
 
+    def __repr__(self) -> str:
+        """What it is, in one line."""
+
+        def span(values: Tensor) -> str:
+            low, high = float(values.detach().min()), float(values.detach().max())
+            return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+
+        size = "" if self._space is None else f" over {self._space.size:,} parameters"
+        fitted = "not fitted" if self._fitted is None else f"fitted to {self.n_data:,} points"
+        noise = f", sigma_noise {span(self._sigma_noise)}" if self.has_noise else ""
+        return (
+            f"{type(self).__name__}: {self.structure} posterior{size} of {type(self.model).__name__}, "
+            f"{type(self.distribution).__name__} likelihood, {fitted}; prior_precision {span(self._prior_precision)}"
+            f"{noise}, temperature {span(self._temperature)}"
+        )
+
     # -- which parameters --------------------------------------------------------------------------------------------
 
     def _chosen_tangent(self, x: Any | None) -> AnyTangent | None:

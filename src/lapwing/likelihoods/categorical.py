@@ -50,7 +50,8 @@ class Categorical(Positionwise):
                 message(
                     f"{f.shape[self._axis(f)]} class in outputs of shape {tuple(f.shape)}",
                     "at least two classes",
-                    "use Bernoulli for one logit, or set class_axis if the classes are on another axis",
+                    "use likelihood='binary' (Bernoulli) for one logit, or Categorical(class_axis=...) if the classes "
+                    "are on another axis",
                 )
             )
 

@@ -83,7 +83,7 @@ def render(figures: Figures) -> str:
     lead = "".join(f"<p>{escape(text)}</p>" for text in words.headline(figures))
     body = [
         f'<header><h1>{title}</h1><p class="facts">{facts}</p></header>',
-        f'<section class="card lead"><h2>In short</h2>{lead}{_summary(figures["summary"])}</section>',
+        f'<section class="card lead"><h2>In short</h2>{lead}{_summary(figures)}</section>',
         *(section.html() for section in sections(figures)),
         _uncertain(figures),
         *_choices(figures),
@@ -162,9 +162,9 @@ def _promises(figures: Figures) -> str:
     return f"<dl>{pairs}</dl>{note}"
 
 
-def _summary(rows: Sequence[Figures]) -> str:
+def _summary(figures: Figures) -> str:
     lines = []
-    for row in rows:
+    for row in figures["summary"]:
         network, laplace, goal = row["network"], row["laplace"], row["goal"]
         percent = isinstance(goal, float) or row["measure"] == "Accuracy"
         show = (lambda v: f"{v:.1%}") if percent else number
@@ -182,7 +182,8 @@ def _summary(rows: Sequence[Figures]) -> str:
             f"<tr><td>{escape(row['measure'])}</td><td{first}>{show(network)}</td><td{second}>{show(laplace)}</td>"
             f'<td class="text">{wanted}</td></tr>'
         )
-    heads = [("On held-out rows", ""), ("Network alone (MAP)", ""), ("With error bars (Laplace)", ""), ("", "text")]
+    which = "On held-out rows" if figures["held_out"] else "On rows that may have been used for training"
+    heads = [(which, ""), ("Network alone (MAP)", ""), ("With error bars (Laplace)", ""), ("", "text")]
     return _table(heads, lines)
 
 

@@ -1,7 +1,7 @@
 """The report of a fitted table: as for any posterior, in the table's own unit, with its own conformal calibration.
 
 Rows that the fit trained on say little about new ones. Where the table is the one that was fitted, its split is made
-again from the seed, and only the rows held out to test are looked at; that they are the same is proved by their score.
+again from its seed, and only the rows held out to test are looked at; that they are the same is proved by their score.
 """
 
 from __future__ import annotations
@@ -54,20 +54,18 @@ def report_table(
     *,
     out_of_distribution: Any = None,
     title: str | None = None,
-    seed: int = 0,
     progress: Tell | None = None,
 ) -> Figures:
     """Writes the page for a fitted table and rows that have the target; returns its figures,
     and as `looked_at` the numbers of the rows.
 
-    `seed` is the one of the fit, by which rows that it held out are found again. `out_of_distribution` is a table of
-    unfamiliar rows.
+    `out_of_distribution` is a table of unfamiliar rows.
     """
     check_early(path)
     tell = progress or (lambda stage, share: None)
     tell("reading the table", 0.0)
     table = open_table(source)
-    held = _held(bundle, table, _test_rows(bundle, table, seed))
+    held = _held(bundle, table, test_rows(bundle, table))
     if held.is_test and not _same_score(bundle, held):  # another table with as many rows
         held = _held(bundle, table, None)
     made = out_of_distribution is None
@@ -92,6 +90,7 @@ def report_table(
         facts=[f"target {bundle.target.name}"],
         noise=bundle.noise,
         choices=_choices(bundle, held),
+        held_out=held.is_test,
     )
     if other is not None:
         figures["unfamiliar"]["flagged"] = [float(bundle.flags(each).double().mean()) for each in (raw, other)]
@@ -154,18 +153,18 @@ def _held(bundle: Bundle, table: Table, wanted: Int[np.ndarray, " test"] | None)
     return Held(x, y, rows, pd.concat([frame for _, frame in shown]), wanted is not None, complete)
 
 
-def _test_rows(bundle: Bundle, table: Table, seed: int) -> Int[np.ndarray, " test"] | None:
-    """The rows that a fit of this table with this seed holds out to test; None where the counts differ."""
+def test_rows(bundle: Bundle, table: Table) -> Int[np.ndarray, " test"] | None:
+    """The rows that the fit held out to test, if this is its table; None where the counts differ."""
     used = bundle.summary.rows_used
     name = bundle.target.name
-    text = [name] if bundle.target.kind != "number" else []
+    text = [name] if bundle.target.as_written else []
     if name not in table.columns:
         return None  # reading the rows says so
     values = np.concatenate([bundle.target.encode(frame[name]) for frame in table.chunks([name], text=text)] or [[]])
     if int(present(values).sum()) < sum(used.values()):
         return None
     try:
-        parts = split(values, bundle.target, seed, sum(used.values()))
+        parts = split(values, bundle.target, bundle.seed, sum(used.values()))
     except DataError:
         return None
     rows = np.flatnonzero(parts == TEST)
@@ -216,8 +215,8 @@ def _choices(bundle: Bundle, held: Held) -> list[str]:
     said = [
         "These are the rows that the fit held out to test: it neither trained nor calibrated on them."
         if held.is_test
-        else "All rows of the table with a known target were looked at. Of rows that the fit has trained on, the "
-        "figures would be too good.",
+        else "All rows of the table with a known target were looked at. They may have been used for training, and of "
+        "rows that were, the figures would be too good.",
         f"Fitted to {used.get('train', 0):,} rows, calibrated on {used.get('calibration', 0):,} and tested on "
         f"{used.get('test', 0):,}, in {seconds:.1f} seconds.",
     ]
@@ -232,4 +231,4 @@ def _shown(value: Any) -> str:
     return "missing" if value is None or value is pd.NA else str(value)
 
 
-__all__: Sequence[str] = ["report_table"]
+__all__: Sequence[str] = ["report_table", "test_rows"]

@@ -22,12 +22,13 @@ def headline(figures: Figures) -> list[str]:
     """What the page says, in two or three sentences."""
     first = figures["summary"][0]
     gain = first["network"] - first["laplace"]
+    data = "held-out data" if figures["held_out"] else "these data (which may have been used for training)"
     if abs(gain) < 0.005:
-        fit = "Error bars leave the likelihood of held-out data as it was"
+        fit = f"Error bars leave the likelihood of {data} as it was"
     elif gain > 0:
-        fit = "Error bars make the held-out data more likely"
+        fit = f"Error bars make {data} more likely"
     else:
-        fit = "Error bars make the held-out data less likely here, so read the intervals with care"
+        fit = f"Error bars make {data} less likely here, so read the intervals with care"
     fit += f" (mean negative log-likelihood {first['network']:.3f} without, {first['laplace']:.3f} with them)."
     at = figures["coverage"]["levels"].index(0.9)
     network, laplace, conformal = (figures["coverage"][n]["covered"][at] for n in ("network", "laplace", "conformal"))
@@ -183,9 +184,7 @@ def evidence(figures: Figures) -> tuple[str, str]:
     if loss < 0.5:
         here = f"With {value} the evidence is at its top."
     else:
-        here = (
-            f"With {value} the evidence is {loss:,.1f} below its top: the prior was set by held-out data, or not tuned."
-        )
+        here = f"With {value} the evidence is {loss:,.1f} below its top: the prior was set by other data, or not tuned."
     if figures["temperature"] != 1:
         here += f" The posterior has temperature {figures['temperature']:.3g}, which moves the top."
     return shows, here

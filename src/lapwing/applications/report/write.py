@@ -43,7 +43,10 @@ def report(
         return _of_table(la, loader, path, out_of_distribution, title)
     check_early(path)
     observed = observe(la, loader, out_of_distribution, keep_columns=names is not None)
-    figures = collect(la, observed, names=names, classes=classes, title=title)
+    unknown = (
+        "Whether the rows were used for training is not known here; of rows that were, the figures would be too good."
+    )
+    figures = collect(la, observed, names=names, classes=classes, title=title, choices=[unknown])
     write(path, render(figures))
     return figures
 
@@ -70,8 +73,10 @@ def collect(
     facts: Sequence[str] = (),
     noise: float | None = None,
     choices: Sequence[str] = (),
+    held_out: bool = False,
 ) -> Figures:
-    """All figures of a report, ready for JSON. `noise` is its level in other units, if it is constant."""
+    """All figures of a report, ready for JSON. `noise` is its level in other units, if it is constant; `held_out` says
+    that the rows are known not to have been used for training."""
     data = observed.data
     if not len(data.targets):
         raise DataError("the loader has no row with a target; expected at least one. Check the dataset.")
@@ -100,6 +105,7 @@ def collect(
         "task": task,
         "counts": isinstance(data, Counts),
         "rows": observed.rows,
+        "held_out": held_out,
         "facts": [*facts, *_facts(la, observed, found, noise)],
         "noise": found,
         "summary": numbers.summary(data),
