@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
 from lapwing import estimate
+from lapwing.errors import ParameterError
 from lapwing.estimate import fisher
 from lapwing.likelihoods import (
     Bernoulli,
@@ -692,6 +693,24 @@ def test_c08_factored_damping_is_a_product_of_damped_factors() -> None:
     close(precision.logdet(), torch.linalg.slogdet(expected).logabsdet)
     exact = estimate.kflr(Tangent(model), likelihood, data).with_prior(delta)
     assert float(precision.logdet()) > float(exact.logdet())  # the cross terms only add
+
+
+def test_c08_plain_damping_adds_the_root_of_the_prior_to_both_factors() -> None:
+    """(A + sqrt(d) I) (x) (G + sqrt(d) I): 4.4.2 without omega."""
+    likelihood, delta = Categorical(), 0.3
+    model, data = problem(likelihood, TANH, points=7)
+    found = estimate.kflr(Tangent(model), likelihood, data, factored_damping="plain")
+    blocks = []
+    for a, g in factors_of(found):
+        product = torch.kron(g + sqrt(delta) * torch.eye(len(g)), a + sqrt(delta) * torch.eye(len(a)))
+        blocks.append(in_flat_order(product, len(g), len(a)))
+    expected = torch.block_diag(*blocks)
+    precision = found.with_prior(delta)
+    v = torch.randn(found.size)
+    close(precision.solve(v), torch.linalg.solve(expected, v))
+    close(precision.logdet(), torch.linalg.slogdet(expected).logabsdet)
+    with pytest.raises(ParameterError, match="factored_damping is 'trace'; expected False, True or 'plain'"):
+        estimate.kflr(Tangent(model), likelihood, data, factored_damping="trace")
 
 
 def test_c08_omega_minimises_the_bound_on_the_residual() -> None:

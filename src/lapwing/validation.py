@@ -127,11 +127,7 @@ def pseudo_data(
     `points` is the number of data points that `curvature` is a sum over. The variance at N and delta is that at
     delta points / N, times points / N: all pairs are one sweep. Otherwise as `grid`.
     """
-    numbers, deltas = _numbers(counts, "counts"), _numbers(precisions, "prior precisions")
-    if bool((numbers <= 0).any()) or points < 1:
-        raise CurvatureError(
-            f"counts go down to {float(numbers.min()):.3g}, for a curvature of {points} points; expected numbers > 0."
-        )
+    numbers, deltas = check_counts(counts, points), _numbers(precisions, "prior precisions")
     scale = _positive(sigma, "sigma") ** -2 / _positive(temperature, "temperature") / points
     pairs = torch.cartesian_prod(numbers, deltas).reshape(-1, 2)
     how = family(likelihood, link, _positive(sigma, "sigma"), samples, generator)
@@ -139,6 +135,16 @@ def pseudo_data(
     number = smallest(scores, [f"count {float(n):.6g} with prior precision {float(d):.6g}" for n, d in pairs])
     index = divmod(number, len(deltas))
     return PseudoData(numbers, deltas, scores.reshape(len(numbers), len(deltas)), index)
+
+
+def check_counts(counts: Tensor | Sequence[float], points: int) -> Float[Tensor, " m"]:
+    """Numbers of data points that `points` are to count for: finite and > 0."""
+    numbers = _numbers(counts, "counts")
+    if bool((numbers <= 0).any()) or points < 1:
+        raise CurvatureError(
+            f"counts go down to {float(numbers.min()):.3g}, for a curvature of {points} points; expected numbers > 0."
+        )
+    return numbers
 
 
 def _numbers(values: Tensor | Sequence[float], what: str) -> Float[Tensor, " k"]:

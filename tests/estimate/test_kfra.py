@@ -209,6 +209,23 @@ def kronecker(layer: nn.Module, a: Tensor, G: Tensor, place: Tensor, sharing: st
     return out
 
 
+class Larger(nn.Module):
+    """Both arguments carry the data: neither slope is one everywhere."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.maximum(h, 0.3 * h.flip(-1) - 0.1)
+
+
+class Chosen(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.where(h > 0.1, 2 * h, h.flip(-1))
+
+
+class Filled(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.minimum(h.masked_fill(h < -0.2, -0.3), h.new_tensor(0.5))
+
+
 def chains() -> dict[str, tuple[list[nn.Module], tuple[int, ...], Likelihood]]:
     return {
         "mlp": (
@@ -216,6 +233,9 @@ def chains() -> dict[str, tuple[list[nn.Module], tuple[int, ...], Likelihood]]:
             (3,),
             Categorical(),
         ),
+        "maximum of two": ([nn.Linear(3, 5), Larger(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)], (3,), Bernoulli()),
+        "where": ([nn.Linear(3, 5), Chosen(), nn.Linear(5, 4), Larger(), nn.Linear(4, 2)], (3,), Gaussian(0.5)),
+        "masked_fill and minimum": ([nn.Linear(3, 5), Filled(), nn.Linear(5, 3)], (3,), Categorical()),
         "sigmoid autoencoder": (
             [nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2), nn.Linear(2, 3), nn.SiLU(), nn.Linear(3, 4)],
             (4,),

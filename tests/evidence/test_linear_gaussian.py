@@ -142,6 +142,29 @@ def test_mackay_stands_still_where_the_evidence_is_stationary(problem: Linear) -
     torch.testing.assert_close(climbed.log_marginal, fixed.log_marginal, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.3])
+@pytest.mark.parametrize("mean", [0.0, 0.4])
+def test_mackay_at_any_temperature_and_about_any_mean(problem: Linear, temperature: float, mean: float) -> None:
+    """alpha = gamma / |w - mean|^2 and sigma^2 = SSE / (N - T gamma) hold at a zero of the gradient."""
+    evidence = problem.evidence()
+    prior = Prior.isotropic(problem.tangent.space, 1.5, mean)
+    fixed = mackay(evidence, prior, 1.0, temperature)
+    assert fixed.converged
+    free = torch.stack([fixed.prior.precisions[0].log(), fixed.sigma.log()]).requires_grad_()
+    value = evidence.log_marginal(prior.with_precisions(free[:1].exp()), free[1].exp(), temperature)
+    (slope,) = torch.autograd.grad(value, free)
+    assert float(slope.abs().max()) < 1e-6
+    gamma = evidence.effective_parameters(fixed.prior, fixed.sigma, temperature)
+    assert isinstance(evidence.fit, GaussianFit)
+    torch.testing.assert_close(fixed.prior.precisions[0], gamma[0] / (evidence.mean - mean).square().sum())
+    torch.testing.assert_close(fixed.sigma**2, evidence.fit.squares / (N - temperature * gamma[0]))
+    climbed = gradient(evidence, prior, 1.0, temperature)
+    torch.testing.assert_close(climbed.log_marginal, fixed.log_marginal, rtol=1e-9, atol=0)
+    if temperature != 1:  # and another point than at T = 1
+        other = mackay(evidence, prior, 1.0)
+        assert float((other.sigma / fixed.sigma).log().abs()) > 1e-3
+
+
 def test_mackay_per_group_agrees_with_the_gradient(problem: Linear) -> None:
     evidence = problem.evidence()
     prior = Prior.per_tensor(problem.tangent.space, 1.0)

@@ -159,6 +159,7 @@ def test_half_precision(tmp_path: Path, dtype: torch.dtype, structure: str) -> N
     ("subset", "structure", "options"),
     [
         ("all", "kron", {"damping": True}),
+        ("all", "kron", {"damping": "plain"}),
         ("all", "kron", {"bias": "separate", "dense_limit": 2}),
         ("all", "kron", {"estimator": "mc", "backend_kwargs": {"mc_samples": 3}}),
         ("all", "kron", {"backend": lapwing.curvature.BackPackEF}),

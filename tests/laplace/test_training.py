@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import Laplace, marglik_training
-from lapwing.errors import OptionError
+from lapwing.errors import CurvatureError, OptionError
 from lapwing.laplace import BaseLaplace
 
 
@@ -96,6 +96,50 @@ def test_grid_search_by_draws_is_reproducible_and_leaves_the_best(options: dict)
     assert found[0] == found[1]
     with pytest.raises(OptionError, match="a loss of your own"):
         la.optimize_prior_precision(method="gridsearch", val_loader=[(x, y)], loss=lambda p, t: 0.0, **options)
+
+
+def test_pseudo_data_by_drawn_networks_are_a_plain_loop() -> None:
+    """As in the thesis: every pair scored by predictions of networks drawn at it."""
+    (x, y), (u, v) = clouds(), clouds(20, 1)
+    la = Laplace(mlp(2, 3), "classification", "all", "kron", temperature=3.0)
+    la.fit([(x, y)])
+    options = {"method": "pseudo_data", "pred_type": "nn", "val_loader": [(u, v)], "n_samples": 10}
+    counts, grid = [4.0, 40.0, 400.0], torch.logspace(-2, 2, 3, dtype=torch.float64)
+    scores = {}
+    for count in counts:
+        for value in grid.tolist():
+            la.prior_precision, la.temperature = value, la.n_data / count
+            f = la.functional_samples(u, "nn", 10, generator=torch.Generator().manual_seed(5))
+            probabilities = f.softmax(-1).mean(0)
+            scores[value, la.n_data / count] = float(-probabilities[torch.arange(len(v)), v].log().mean())
+    best = min(scores, key=scores.__getitem__)
+    assert sorted(scores.values())[1] > min(scores.values()) * (1 + 1e-9)
+    la.prior_precision, la.temperature = 1.0, 3.0
+    search = {"counts": counts, "log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 3}
+    la.optimize_prior_precision(**options, **search, generator=torch.Generator().manual_seed(5))
+    assert (la.prior_precision.item(), la.temperature.item()) == pytest.approx(best)
+    with pytest.raises(OptionError, match="a loss of your own"):
+        la.optimize_prior_precision(**options, loss=lambda p, t: 0.0)
+    with pytest.raises(CurvatureError, match="counts go down to 0"):
+        la.optimize_prior_precision(**options, counts=[0.0, 1.0])
+    assert (la.prior_precision.item(), la.temperature.item()) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_the_posterior_of_an_empirical_fisher_has_the_noise_to_the_fourth_power(structure: str) -> None:
+    """A gradient of a Gaussian log-likelihood carries 1 / sigma^2, and its square 1 / sigma^4, in every use of it."""
+    x, y = wave()
+    options = {"sigma_noise": 0.6, "prior_precision": 2.0, "estimator": "empirical"}
+    la = Laplace(mlp(1, 1).eval(), "regression", "all", structure, **options)
+    la.fit([(x, y)])
+    matrix = la.fitted.curvature.dense() / 0.6**4 + 2.0 * torch.eye(la.n_params, dtype=torch.float64)
+    weights = list(la.model.parameters())
+    grads = [torch.autograd.grad(f, weights, retain_graph=True) for f in la.model(x[:3]).flatten()]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in each]) for each in grads])
+    expected = torch.einsum("n p, n p -> n", jacobian, torch.linalg.solve(matrix, jacobian.mT).mT)
+    torch.testing.assert_close(la(x[:3])[1].flatten(), expected)
+    torch.testing.assert_close(la.log_det_posterior_precision, torch.linalg.slogdet(matrix).logabsdet)
+    torch.testing.assert_close(la.precision.variance(), torch.linalg.inv(matrix).diagonal())
 
 
 def test_pseudo_data_sets_precision_and_temperature() -> None:

@@ -117,7 +117,7 @@ class Matrix(Accumulator):
     layout: MatrixLayout
     reduce: bool
     joint_bias: bool
-    factored_damping: bool
+    factored_damping: bool | str
     budget: int = DEFAULT_BUDGET
     roles: dict[str, Sums] = field(default_factory=dict)
 

@@ -55,7 +55,7 @@ class KroneckerOptions:
     sharing: str = "expand"
     dense_limit: int = 1024
     joint_bias: bool = True
-    factored_damping: bool = False
+    factored_damping: bool | str = False
     on_unsupported: str = "exact"
 
     def __post_init__(self) -> None:
@@ -63,6 +63,8 @@ class KroneckerOptions:
             raise ParameterError(f"unknown weight sharing {self.sharing!r}; expected 'expand' or 'reduce'.")
         if self.dense_limit < 0:
             raise ParameterError(f"dense_limit is {self.dense_limit}; expected a number of entries >= 0.")
+        if self.factored_damping not in (False, True, "plain"):
+            raise ParameterError(f"factored_damping is {self.factored_damping!r}; expected False, True or 'plain'.")
         if self.on_unsupported not in ("exact", "error"):
             raise ParameterError(f"unknown on_unsupported {self.on_unsupported!r}; expected 'exact' or 'error'.")
 

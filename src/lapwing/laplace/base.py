@@ -370,18 +370,18 @@ class BaseLaplace(Weights):
         start = tuning.starting_precision(self.space, prior_structure, init_prior_prec)
         chosen = choose(method, tuning.METHODS, "method")
         _ = self.fitted
-        tuning.check_options(chosen, optimize_sigma_noise, counts, self._pred_type(pred_type))
+        tuning.check_options(chosen, optimize_sigma_noise, counts)
         if chosen in ("gridsearch", "pseudo_data"):
             grid = tuning.Grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
             tuning.check_scalar(prior_structure, chosen)
             pairs = self._held_out(val_loader, chosen)
             link = choose(link_approx, predictions.LINKS, "link_approx")
-            drawn = link, n_samples, generator
+            how = self._pred_type(pred_type), loss, link, n_samples, generator
             with self._all_or_nothing(), self._working(), torch.no_grad():
                 if chosen == "gridsearch":
-                    found = tuning.by_validation(self, pairs, grid, self._pred_type(pred_type), loss, *drawn)
+                    found = tuning.by_validation(self, pairs, grid, *how)
                 else:
-                    found, self.temperature = tuning.by_pseudo_data(self, pairs, grid, counts, loss, *drawn)
+                    found, self.temperature = tuning.by_pseudo_data(self, pairs, grid, counts, *how)
                 self.prior_precision = found
         else:
             self._check_prior(start)

@@ -85,6 +85,8 @@ class MixedDiagLaplace(DiagLaplace):
 class KronLaplace(ParametricLaplace):
     """One Kronecker product per layer. `damping=True` adds the prior to the factors (approximate) instead of exactly.
 
+    The prior is divided between the factors by their traces; `damping="plain"` adds its square root to each.
+
     Options: `bias` "joint" (weight and bias in one block, default) or "separate"; `sharing` "expand" or "reduce";
     `dense_limit` (1024 unless given), up to which vectors get a dense block, and a diagonal beyond; `on_unsupported`,
     for parameters that form no Kronecker product: "exact" (default), blocks as for vectors, named in `exact_blocks`, or
@@ -111,13 +113,13 @@ class KronLaplace(ParametricLaplace):
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         backend: type | None = None,
-        damping: bool = False,
+        damping: bool | str = False,
         backend_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.damping = damping
         if damping:
-            options["factored_damping"] = True
+            options["factored_damping"] = damping
         super().__init__(
             model=model,
             likelihood=likelihood,

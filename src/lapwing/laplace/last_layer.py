@@ -135,7 +135,7 @@ class KronLLLaplace(LLLaplace, KronLaplace):
         dict_key_y: str = "labels",
         backend: type | None = None,
         last_layer_name: str | None = None,
-        damping: bool = False,
+        damping: bool | str = False,
         backend_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from typing import TYPE_CHECKING, Any
@@ -75,14 +75,12 @@ def starting_precision(space: ParamSpace, structure: str, value: float | int | T
     return start.expand(sizes[structure]).clone()
 
 
-def check_options(method: str, noise: bool, counts: Iterable[float | int] | None, pred_type: str) -> None:
+def check_options(method: str, noise: bool, counts: Iterable[float | int] | None) -> None:
     """Options that the chosen method would not read."""
     if noise and method in ("gridsearch", "pseudo_data"):
         raise OptionError(f"optimize_sigma_noise=True with method={method!r}; expected 'marglik', 'adam' or 'mackay'.")
     if counts is not None and method != "pseudo_data":
         raise OptionError(f"counts were given for method={method!r}; expected 'pseudo_data'. Leave them out.")
-    if method == "pseudo_data" and pred_type == "nn":
-        raise OptionError("method='pseudo_data' with pred_type='nn'; expected 'glm', which scores all pairs at once.")
 
 
 def check_scalar(structure: str, method: str) -> None:
@@ -142,13 +140,18 @@ def by_validation(
             generator=generator,
         )
         return values[found.index].reshape(1)
+    _check_no_loss(loss)
+    candidates = [(value, laplace.temperature) for value in values]
+    scores = _scores_of_draws(laplace, pairs, candidates, (pred_type, n_samples), generator)
+    return values[validation.smallest(scores, [f"prior precision {float(v):.6g}" for v in values])].reshape(1)
+
+
+def _check_no_loss(loss: Callable | None) -> None:
     if loss is not None:
         raise OptionError(
             "a loss of your own goes with predictions in closed form; found pred_type='nn' or link_approx='mc', which "
             "score by the predictive density of the draws. Leave loss out, or use pred_type='glm' and 'probit'."
         )
-    scores = _scores_of_draws(laplace, pairs, values, (pred_type, n_samples), generator)
-    return values[validation.smallest(scores, [f"prior precision {float(v):.6g}" for v in values])].reshape(1)
 
 
 def _at_noise(laplace: BaseLaplace) -> Curvature:
@@ -177,21 +180,21 @@ def _score(laplace: BaseLaplace, loss: Callable | None) -> validation.Score | No
 def _scores_of_draws(
     laplace: BaseLaplace,
     pairs: Iterable[Any],
-    values: Float[Tensor, " k"],
+    candidates: Sequence[tuple[Tensor, float | Tensor]],
     draws: tuple[str, int],
     generator: torch.Generator | None,
 ) -> Float[Tensor, " k"]:
-    """Mean over held-out points of -log of the mean over draws of p(y | f)."""
-    kept, before = [pair(batch) for batch in pairs], laplace.prior_precision
+    """Mean over held-out points of -log of the mean over draws of p(y | f), for (precision, temperature) each."""
+    kept, before = [pair(batch) for batch in pairs], (laplace.prior_precision, laplace.temperature)
     likelihood = laplace.distribution
     if isinstance(likelihood, Gaussian) and laplace.has_noise:
         likelihood = replace(likelihood, sigma=float(laplace.sigma_noise))
     seed = torch.initial_seed() if generator is None else generator.initial_seed()
     scores = []
     try:
-        for value in values:
-            laplace.prior_precision = value
-            numbers = torch.Generator(device=values.device).manual_seed(seed)
+        for precision, temperature in candidates:
+            laplace.prior_precision, laplace.temperature = precision, temperature
+            numbers = torch.Generator(device=candidates[0][0].device).manual_seed(seed)
             total, points = 0.0, 0
             for x, y in kept:
                 outputs = laplace.functional_samples(x, *draws, generator=numbers)
@@ -201,7 +204,7 @@ def _scores_of_draws(
                 points += len(y)
             scores.append(total / max(points, 1))
     finally:
-        laplace.prior_precision = before
+        laplace.prior_precision, laplace.temperature = before
     if not kept:
         raise DataError("the validation loader yields no batch; expected at least one (x, y) pair.")
     return torch.tensor(scores, dtype=torch.float64)
@@ -212,6 +215,7 @@ def by_pseudo_data(
     pairs: Iterable[Any],
     grid: Grid,
     counts: Iterable[float | int] | None,
+    pred_type: str,
     loss: Callable | None,
     link: str,
     n_samples: int,
@@ -219,11 +223,20 @@ def by_pseudo_data(
 ) -> tuple[Float[Tensor, " one"], float]:
     """The thesis' (N, lambda): a precision, and the temperature that makes n_data points count as N.
 
-    Without `counts` N goes from a thousandth of the data to ten times as many, in 17 steps.
+    Without `counts` N goes from a thousandth of the data to ten times as many, in 17 steps. pred_type "nn", as in the
+    thesis, draws networks for one pair after the other, each time from the same random numbers.
     """
     values = grid.values(laplace.prior_precision)
     points = laplace.n_data
     numbers = torch.logspace(-3, 1, 17, dtype=torch.float64) * points if counts is None else list(counts)
+    if pred_type == "nn":
+        _check_no_loss(loss)
+        chosen = validation.check_counts(numbers, points).tolist()
+        candidates = [(value, points / number) for number in chosen for value in values]
+        scores = _scores_of_draws(laplace, pairs, candidates, (pred_type, n_samples), generator)
+        names = [f"prior precision {float(value):.6g}, temperature {each:.6g}" for value, each in candidates]
+        precision, temperature = candidates[validation.smallest(scores, names)]
+        return precision.reshape(1), float(temperature)
     found = validation.pseudo_data(
         _at_noise(laplace),
         laplace.linearise,

@@ -71,13 +71,13 @@ class Kronecker(Curvature):
     table (tied weights). Several roles are combined into the nearest single Kronecker product in Frobenius norm.
     `joint_bias=False` drops the correlation of weight and bias. `factored_damping` adds the prior to the factors,
     (A + w sqrt(d)) (x) (G + sqrt(d) / w) with w = sqrt(tr A dim G / (tr G dim A)) (thesis 4.25, trace norm), instead
-    of to the product.
+    of to the product; "plain" has w = 1, with A the mean of a a^T over the data and G the sum of g g^T.
     """
 
     layout: MatrixLayout
     terms: tuple[Term, ...]
     joint_bias: bool = True
-    factored_damping: bool = False
+    factored_damping: bool | str = False
     multiple: Multiple[Kronecker] | None = field(default=None, repr=False)
 
     @property
@@ -163,7 +163,7 @@ class Kronecker(Curvature):
             if joint:  # equal numbers, but perhaps two variables
                 delta = joint_prior(deltas, last_entry(col_values, part.col_vectors))
             if self.factored_damping:
-                values = factored_eigenvalues(row_values, col_values, delta.mean())
+                values = factored_eigenvalues(row_values, col_values, delta.mean(), self.factored_damping == "plain")
             else:
                 values = part.values + delta
             check_positive(values.detach(), "Kronecker curvature + prior")

@@ -166,8 +166,10 @@ def joint_prior(deltas: Sequence[Tensor], last: Float[Tensor, "groups width"]) -
     return deltas[0] + (deltas[1] - deltas[0]) * last.square().unsqueeze(1)
 
 
-def factored_eigenvalues(row_values: Tensor, col_values: Tensor, delta: Tensor) -> Tensor:
-    """Eigenvalues of (A + w sqrt(d) I) (x) (G + sqrt(d) / w I), w = sqrt(tr A dim G / (tr G dim A))."""
+def factored_eigenvalues(row_values: Tensor, col_values: Tensor, delta: Tensor, plain: bool = False) -> Tensor:
+    """Eigenvalues of (A + w sqrt(d) I) (x) (G + sqrt(d) / w I), w = sqrt(tr A dim G / (tr G dim A)); 1 if `plain`."""
+    if plain:
+        return (row_values + delta.sqrt())[:, :, None] * (col_values + delta.sqrt())[:, None, :]
     tiny = torch.finfo(row_values.dtype).tiny
     mean_col, mean_row = col_values.mean(1).clamp_min(tiny), row_values.mean(1).clamp_min(tiny)
     omega = (mean_col / mean_row).sqrt()
