@@ -612,21 +612,21 @@ def transformer_decoder():
 # -- recurrent ------------------------------------------------------------------------------------------------------
 
 
-@zoo("LSTM / GRU", exact=True)
+@zoo("LSTM / GRU")
 def lstm():
     return Net(lambda m, x: m.out(m.rnn(x)[0][:, -1]), rnn=nn.LSTM(2, 3, batch_first=True), out=nn.Linear(3, 2)), randn(
         4, 3, 2
     )
 
 
-@zoo("LSTM / GRU", exact=True)
+@zoo("LSTM / GRU")
 def gru():
     """Time first, two layers, both directions."""
     rnn = nn.GRU(2, 1, num_layers=2, bidirectional=True)
     return Net(lambda m, x: m.out(m.rnn(x.transpose(0, 1))[0][-1]), rnn=rnn, out=nn.Linear(2, 2)), randn(3, 3, 2)
 
 
-@zoo("LSTM / GRU", exact=True)
+@zoo("LSTM / GRU")
 def gru_cell():
     def body(m, x):
         h = x.new_zeros(len(x), 3)
@@ -635,6 +635,42 @@ def gru_cell():
         return m.out(h)
 
     return Net(body, cell=nn.GRUCell(2, 3), out=nn.Linear(3, 2)), randn(3, 3, 2)
+
+
+@zoo("LSTM / GRU")
+def rnn_relu():
+    rnn = nn.RNN(2, 2, nonlinearity="relu", bias=False, batch_first=True)
+    return Net(lambda m, x: m.out(m.rnn(x)[1][0]), rnn=rnn, out=nn.Linear(2, 2)), randn(4, 3, 2)
+
+
+@zoo("LSTM / GRU")
+def lstm_projected():
+    """Two layers, both directions, a smaller output than state."""
+    rnn = nn.LSTM(1, 2, num_layers=2, bidirectional=True, proj_size=1, batch_first=True)
+    return Net(lambda m, x: m.out(m.rnn(x)[0].mean(1)), rnn=rnn, out=nn.Linear(2, 2)), randn(3, 2, 1)
+
+
+@zoo("LSTM / GRU", exact=True)
+def lstm_packed():
+    """Sequences of different lengths: no axis holds all data points."""
+
+    def body(m, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return m.out(m.rnn(packed)[1][0][-1])
+
+    rnn = nn.LSTM(2, 2, batch_first=True)
+    return Net(body, rnn=rnn, out=nn.Linear(2, 2)), (randn(4, 3, 2), torch.tensor([3, 1, 2, 3]))
+
+
+@zoo("LSTM / GRU", exact=True)
+def gru_learned_start():
+    """The state that all data points start with is a parameter."""
+    return Net(
+        lambda m, x: m.out(m.rnn(x, m.start.expand(1, len(x), 3).contiguous())[0][:, -1]),
+        rnn=nn.GRU(2, 3, batch_first=True),
+        start=parameter(1, 1, 3),
+        out=nn.Linear(3, 2),
+    ), randn(4, 3, 2)
 
 
 # -- several uses ---------------------------------------------------------------------------------------------------

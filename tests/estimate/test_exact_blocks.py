@@ -462,6 +462,24 @@ def test_layers_that_the_first_data_did_not_use_can_be_added() -> None:
     close(found.dense(), whole.dense())
 
 
+def test_a_path_that_only_one_batch_takes_unseen() -> None:
+    """The operations that can be seen are the same in both batches; a custom function reads the weight in one."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model = Net(
+        lambda m, x, flag: m.out(m.a(Cube.apply(x, m.w if bool(flag) else m.c))),
+        w=parameter(3),
+        c=nn.Buffer(torch.randn(3)),
+        a=nn.Linear(3, 4),
+        out=nn.Linear(4, 2),
+    )
+    batches = [((torch.randn(4, 3), torch.tensor(flag)), torch.randint(2, (4,))) for flag in (0, 1, 0, 1)]
+    ggn = ggn_of(model, batches)
+    found = estimate.kflr(Tangent(model), Categorical(), batches)
+    part = ParamSpace.of(model).segment("w")
+    close(found.dense()[part, part], ggn[part, part])
+
+
 def test_parts_of_a_weight_that_a_later_batch_uses_whole() -> None:
     """Thirds of a packed projection first, then all of it at once: cut where the blocks are."""
 

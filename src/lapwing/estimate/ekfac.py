@@ -37,11 +37,11 @@ from lapwing.linalg import (
     Dense,
     DenseRows,
     Kronecker,
-    OuterRows,
     Piece,
     Segments,
 )
 from lapwing.linalg.rotation import square_sums
+from lapwing.linalg.rows import side_by_side
 from lapwing.tangent import Linearisation, Tangent
 
 
@@ -92,7 +92,7 @@ class Corrected(Accumulator):
 
     def add(self, pieces: list[Piece], first: bool) -> None:
         parts = self.block.parts
-        local = _side_by_side([piece.moved(self.segments) for piece in pieces])
+        local = side_by_side([piece.moved(self.segments) for piece in pieces])
         for part, squares in zip(parts, square_sums(self.block.layout, parts, local), strict=True):
             part.values.add_(squares)
 
@@ -148,12 +148,3 @@ def _check_basis(basis: Blocks, tangent: Tangent, options: dict[str, str | int |
             f"the basis has {basis.size} parameters and the network {tangent.space.size}; expected the same. Make it "
             "with the same parameter space."
         )
-
-
-def _side_by_side(pieces: list[Piece]) -> list[Piece]:
-    """Several uses of a weight in one role are further positions of one, so that no row of the layer is spelled out."""
-    outers = [piece for piece in pieces if isinstance(piece, OuterRows)]
-    if len(pieces) == 1 or len(outers) < len(pieces) or any(each.layout != outers[0].layout for each in outers):
-        return pieces
-    left, right = torch.cat([each.left for each in outers], dim=2), torch.cat([each.right for each in outers], dim=1)
-    return [OuterRows(outers[0].layout, left, right)]

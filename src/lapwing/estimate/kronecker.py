@@ -129,12 +129,12 @@ def accumulate(rows: Iterable[Pulled], tangent: Tangent, blocks: dict[Segments, 
     whichever form they come, so that batches may differ in the operations that use a parameter.
     """
     check_whole(tangent.space)
-    plans: dict[Probe, Plan] = {}
+    plans: dict[tuple[Probe, tuple[str, ...]], Plan] = {}
     for batch in rows:
-        probe = batch.linearisation.probe
-        if probe not in plans:
-            plans[probe] = _plan(batch, blocks, make)
-        for block, members in plans[probe]:
+        key = batch.linearisation.probe, tuple(batch.linearisation.record.opaque)
+        if key not in plans:
+            plans[key] = _plan(batch, blocks, make)
+        for block, members in plans[key]:
             block.add([member.of(batch.pieces) for member in members], batch.first)
 
 
@@ -169,7 +169,7 @@ class Member:
 
 
 Plan = list[tuple[Accumulator, list[Member]]]
-"""Which pieces go to which block: the same for every batch of a shape."""
+"""Which pieces go to which block: the same for every batch of a shape with the same opaque parameters."""
 
 
 def _plan(batch: Pulled, blocks: dict[Segments, Accumulator], make: Make) -> Plan:

@@ -274,6 +274,22 @@ def assemble(pieces: Sequence[Piece], size: int, rows: slice) -> Float[Tensor, "
     return out
 
 
+def side_by_side(pieces: Sequence[Piece]) -> list[Piece]:
+    """Products that use one weight in the same way, as further positions of one piece: the steps of a recurrence."""
+    alike: dict[MatrixLayout | int, list[OuterRows]] = {}
+    found: dict[MatrixLayout | int, Piece] = {}
+    for number, piece in enumerate(pieces):
+        key = piece.layout if isinstance(piece, OuterRows) else number
+        found.setdefault(key, piece)
+        if isinstance(piece, OuterRows):
+            alike.setdefault(key, []).append(piece)
+    for key, same in alike.items():
+        if len(same) > 1:
+            left = torch.cat([piece.left for piece in same], dim=2)
+            found[key] = replace(same[0], left=left, right=torch.cat([piece.right for piece in same], dim=1))
+    return list(found.values())
+
+
 def connected(pieces: Sequence[Piece]) -> list[tuple[Segments, list[Piece]]]:
     """Pieces grouped so that pieces of different groups share no parameter, with the parameters of each group."""
     groups: list[tuple[list[Segment], list[Piece]]] = []

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError, UnsupportedOperationError
-from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks, push
+from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks, push, side_by_side
 from lapwing.params import ParamSpace
 from lapwing.tangent.checks import check_output, check_space, check_trainable
 from lapwing.tangent.fallback import batched_grad, opaque_rows, pull_back
@@ -325,6 +325,7 @@ class Linearisation:
             if grad is None:
                 grad = cotangents.new_zeros(len(cotangents), *use.shape)
             pieces += use.pieces(grad, axis, self.space.dtype, self._pull_back)
+        pieces = side_by_side(pieces)
         if self.record.opaque and self.gate is not None:
             name, operation = next(iter(self.record.opaque.items()))
             raise UnsupportedOperationError(

@@ -32,6 +32,7 @@ from lapwing.tangent.operations import (
     written_to,
 )
 from lapwing.tangent.paths import Key, Paths, edge_key
+from lapwing.tangent.recurrent import can_unroll, unrolled
 from lapwing.tangent.rules import IN_PLACE, RULES, Call
 from lapwing.tangent.sources import Alias, Derived, Source, parameter_alias, view_alias
 from lapwing.tangent.uses import Use
@@ -155,6 +156,18 @@ class Recorder(TorchFunctionMode):
     def _mark(self, out: Any) -> None:
         self._data.add(*(t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)))
 
+    def _meets_data(self, args: tuple, kwargs: dict) -> bool:
+        """Whether an operation reads parameters, and data where it expects them: in its first two arguments."""
+        return any(t in self._data for t in flat(args[:2], {})) and any(
+            id(t) in self._sources for t in flat(args, kwargs)
+        )
+
+    def _seen(self, func: Callable, data: Tensor, *others: Tensor | None) -> Tensor:
+        """An operation inside a composition that is not seen itself: the first argument is data, unless parameters."""
+        if id(data) not in self._sources:
+            self._mark(data)
+        return self.__torch_function__(func, (), (data, *others))
+
     # -- the mode --------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -166,6 +179,10 @@ class Recorder(TorchFunctionMode):
         name, kind = traits(func)
         if kind is REFUSABLE:
             refuse_train_mode(func, args, kwargs)
+        if can_unroll(func, args) and self._meets_data(args, kwargs):
+            out = unrolled(func, args, kwargs, self._seen)
+            self._mark(out)
+            return out
         # the operations, also those on data alone, and their axes and sizes: another batch may take another way
         self.record.trace = hash((self.record.trace, name, *_plain(args), *(_plain(kwargs.values()) if kwargs else ())))
         given = flat(args, kwargs)
