@@ -467,13 +467,13 @@ def test_a_path_that_only_one_batch_takes_unseen() -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     model = Net(
-        lambda m, x, flag: m.out(m.a(Cube.apply(x, m.w if bool(flag) else m.c))),
+        lambda m, x, flag: m.out(m.a(Cube.apply(x, m.w if bool(flag[0]) else m.c))),
         w=parameter(3),
         c=nn.Buffer(torch.randn(3)),
         a=nn.Linear(3, 4),
         out=nn.Linear(4, 2),
     )
-    batches = [((torch.randn(4, 3), torch.tensor(flag)), torch.randint(2, (4,))) for flag in (0, 1, 0, 1)]
+    batches = [((torch.randn(4, 3), torch.full((4,), flag)), torch.randint(2, (4,))) for flag in (0, 1, 0, 1)]
     ggn = ggn_of(model, batches)
     found = estimate.kflr(Tangent(model), Categorical(), batches)
     part = ParamSpace.of(model).segment("w")

@@ -195,10 +195,11 @@ def test_a_network_without_a_rule_names_the_way_out() -> None:
             self.cell = nn.GRU(3, 4, batch_first=True)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.cell(x)[0]
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), x.shape[1]), batch_first=True)
+            return self.cell(packed)[1][-1]
 
     la = Laplace(Recurrent(), "regression", "all", "propagated_diag")
     with unchanged(la.model), pytest.raises(UnsupportedOperationError, match=r"'gru' has no rule.*'diag'"):
-        la.fit([(torch.randn(2, 5, 3), torch.randn(2, 5, 4))])
+        la.fit([(torch.randn(2, 5, 3), torch.randn(2, 4))])
     with pytest.raises(DataError, match="cotangents=exact"):
         made("mixed_diag", exact_bottleneck=True, estimator="mc")

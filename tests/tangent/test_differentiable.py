@@ -207,23 +207,33 @@ class Recurrent(nn.Module):
         return self.head(self.cell(x)[0][:, -1])
 
 
+class Token(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Parameter(torch.randn(1, 1, 2)), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([x, self.token.expand(len(x), -1, -1)], 1).square().sum(1))
+
+
 def test_parameters_without_a_rule_are_named_in_an_error() -> None:
     torch.manual_seed(0)
-    model = Recurrent().double()
+    model = Token().double()
     x = torch.randn(3, 4, 2, dtype=torch.float64)
     with unchanged(model):
         linear_map = Tangent(model, differentiable=True).at(x.clone().requires_grad_())
         assert linear_map.value.requires_grad
-        with pytest.raises(UnsupportedOperationError, match=r"'cell\..*lstm.*require no gradient"):
+        with pytest.raises(UnsupportedOperationError, match=r"'token'.*'cat'.*require no gradient"):
             linear_map.rows()
         rows = Tangent(model, differentiable=True).at(x).rows()
     torch.testing.assert_close(rows, Tangent(model).at(x).rows())
 
 
-def test_the_rest_of_a_recurrent_network_has_slopes() -> None:
+@pytest.mark.parametrize("module", ["cell", "head"])
+def test_a_recurrent_network_has_slopes(module: str) -> None:
     torch.manual_seed(0)
     model = Recurrent().double()
-    tangent = Tangent(model, ParamSpace.of(model).select(module="head"), differentiable=True)
+    tangent = Tangent(model, ParamSpace.of(model).select(module=module), differentiable=True)
     x = torch.randn(3, 4, 2, dtype=torch.float64)
     precision = full(tangent, Gaussian(), [(x, torch.zeros(3, 1, dtype=torch.float64))]).with_prior(1.0)
     point = x.clone().requires_grad_()

@@ -597,6 +597,6 @@ def test_attention_softmax_and_product():
 
 
 def test_modules_with_several_operations():
-    """A GRU cell from torch is one operation without a rule; a residual block of rules is one."""
+    """A block is the rules of its operations."""
     block = nn.Sequential(nn.Linear(3, 3), nn.Hardswish()).double().requires_grad_(False)
     check(lambda x: block(x), (2, 3), rules=2)

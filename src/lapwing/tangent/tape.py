@@ -38,6 +38,7 @@ from lapwing.tangent.operations import (
     traits,
     written_to,
 )
+from lapwing.tangent.recurrent import can_unroll, unrolled
 from lapwing.tangent.squares import Rule
 from lapwing.tangent.squares_more import RULES
 from lapwing.tangent.tape_plain import attention, composite
@@ -242,6 +243,9 @@ class TapeRecorder(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             with self:
                 return attention(*args, **kwargs)
+        if can_unroll(func, args):
+            with self:
+                return unrolled(func, args, kwargs, _as_it_is)
         given = flat(args, kwargs)
         if not torch.is_grad_enabled():  # nothing that is made here leads back to a parameter
             out = func(*args, **kwargs)
@@ -310,3 +314,8 @@ def _swap(value: Any, left: Iterator[Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _swap(part, left) for key, part in value.items()}
     return value
+
+
+def _as_it_is(func: Callable, *args: Any) -> Any:
+    """The operations of a layer that is unrolled are seen like all others."""
+    return func(*args)
