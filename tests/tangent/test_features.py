@@ -86,11 +86,14 @@ def test_a_layer_applied_at_every_position_and_then_reduced(reduction: str, body
     model, x = sequence(body)
     same_map(model, x, reduction)
     assert FeatureTangent(model, "out", reduction).at(x).features.shape == (4, 3)
-    with pytest.raises(ModelError, match=f"reduction='{reduction}'"):
-        FeatureTangent(model, "out").at(x)
     other = "average" if reduction != "average" else "pick_last"
     with pytest.raises(ModelError, match=f"reduced by '{other}'"):
         FeatureTangent(model, "out", other).at(x)
+    if reduction != "average":  # the position that was picked is found, as it may be another for every data point
+        same_map(model, x)
+        return
+    with pytest.raises(ModelError, match=f"reduction='{reduction}'"):
+        FeatureTangent(model, "out").at(x)
     with pytest.raises(ModelError, match="'out', differs"):
         last_layer_name(model, x)
 

@@ -14,16 +14,20 @@ from lapwing.laplace.classes import DiagLaplace, FullLaplace, KronLaplace, Param
 from lapwing.laplace.data import peek
 from lapwing.laplace.structures import CLOSED_FORM, AnyTangent
 from lapwing.likelihoods import Likelihood
+from lapwing.subnetwork import last_layer
 from lapwing.tangent import Tangent
 from lapwing.tangent.features import FeatureTangent
 from lapwing.tangent.inputs import take
+from lapwing.tangent.last_layer import differ
 
 
 class LLLaplace(ParametricLaplace):
     """Random weights in the last layer only: features in closed form, the rest of the network as trained.
 
-    The layer is found when data are seen, or named by `last_layer_name`. `feature_reduction` says how the model comes
-    from features [B, T, D] to outputs [B, C]: "pick_first", "pick_last" or "average" over the positions.
+    The layer is found when data are seen: an nn.Linear whose value is the output, at every position or at one of them,
+    or else the weight that is multiplied last (a convolution, say), if the output is linear in it. `last_layer_name`
+    names any module; where it is no such layer, its Jacobian is autograd's. `feature_reduction` says how the model
+    comes from features [B, T, D] to outputs [B, C]: "pick_first", "pick_last" or "average" over the positions.
     """
 
     def __init__(
@@ -65,26 +69,46 @@ class LLLaplace(ParametricLaplace):
         if x is None:
             return None if name is None else self._general(name)
         closed = self.recipe.structure in CLOSED_FORM and self.recipe.source != "hessian"
-        features = self._features(name)
         try:
+            features = self._features(name)
             features.at(x)
-        except ModelError:
-            if name is None:
-                raise
-            closed = False  # a named layer that the output is no linear function of: its Jacobian, by autograd
+        except ModelError as refused:  # no nn.Linear that the output is a linear function of: its Jacobian, by autograd
+            return self._found(x, refused) if name is None else self._general(name)
         if closed:
             return features
-        found = name or features.name
-        assert found is not None
-        return self._general(found)
+        assert features.name is not None
+        return self._general(features.name)
 
     def _features(self, name: str | None) -> FeatureTangent:
         reduction, graph = self.feature_reduction, self.enable_backprop
         return FeatureTangent(self.model, name, reduction, differentiable=graph, evaluate=True)
 
     def _general(self, name: str) -> Tangent:
-        space = self._whole.select(module=name)
+        """The parameters of a module, which another module may own."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        if name not in modules:
+            raise ModelError(f"{type(self.model).__name__} has no module '{name}'; expected one of {list(modules)}.")
+        own = {id(parameter) for parameter in modules[name].parameters()}
+        named = dict(self.model.named_parameters())
+        return self._tangent_of([each for each in self._whole.names if id(named[each]) in own])
+
+    def _tangent_of(self, names: list[str]) -> Tangent:
+        space = self._whole.select(names)
         return Tangent(self.model, space, differentiable=self.enable_backprop, evaluate=True)
+
+    def _found(self, x: Any, refused: ModelError) -> Tangent:
+        """The weight that is multiplied last, in any layer (a convolution, say), if the output is linear in it."""
+        if self.feature_reduction is not None:
+            raise refused
+        try:
+            space = last_layer(self._whole, self.model, x)
+            linear_map = Tangent(self.model, space, evaluate=True).at(x)
+            linear = not differ(linear_map.mv(space.values(self.model)), linear_map.value)
+        except ModelError:
+            raise refused from None
+        if not linear:
+            raise refused
+        return self._tangent_of(list(space.names))
 
     def _tangent_for(self, pairs: Iterable[Any]) -> tuple[Iterable[Any], AnyTangent]:
         first, pairs = peek(pairs)
@@ -105,7 +129,7 @@ class LLLaplace(ParametricLaplace):
         names = [name for name, _ in json.loads(state_dict["parameters"])]
         layer = names[0].rpartition(".")[0]
         if "features" not in state_dict:
-            self._bind(self._general(layer))
+            self._bind(self._tangent_of(names))
             return
         self._bind(self._features(layer))
 

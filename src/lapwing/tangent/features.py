@@ -4,8 +4,9 @@ One plain forward pass gives f [B, C] and the features phi [B, D]; no graph is k
 layer that is applied at T positions of every data point has features [B, T, D] and outputs [B, T, C]. Memory
 O(B T D + B T C); the identity of the rows is expanded along the batch and takes [T C, T C] once.
 
-Once per shape of the input, a second pass on a few samples makes sure of what the closed form rests on: the output is
-phi W^T + b, autograd's gradient in W is the one from phi (no other use of W), and samples do not touch each other.
+In every batch the output must be phi W^T + b, with no other operation on W or b; it may be that of one position, which
+may be another for every data point. Once per shape of the input, a second pass on a few samples makes sure that
+autograd's gradient in W is the one from phi, and that samples do not touch each other.
 
 >>> import torch
 >>> from torch import nn
@@ -34,6 +35,7 @@ from lapwing.tangent.inputs import all_finite, batch_size, call, check_input, ma
 from lapwing.tangent.last_layer import (
     GENERAL,
     REDUCTIONS,
+    Readers,
     by_sample,
     check_deterministic,
     check_reduction,
@@ -137,19 +139,30 @@ class FeatureTangent:
 
     def _forward(self, network: nn.Module, x: Any, graph: bool) -> FeatureMap:
         layer, space = linear_layer(network, self._known), self.space
-        with recorded({self._known: layer}) as uses, torch.set_grad_enabled(graph):
+        readers = Readers(parameter for parameter in (layer.weight, layer.bias) if parameter is not None)
+        with recorded({self._known: layer}) as uses, torch.set_grad_enabled(graph), readers:
             output = call(network, x)
         if len(uses) != 1:
             raise ModelError(
                 f"the layer '{self._known}' ran {len(uses)} times in the forward pass; expected once, as last "
                 f"operation. {GENERAL}"
             )
+        if readers.count != 1:
+            raise ModelError(
+                f"the weight or bias of the last layer '{self._known}' is read by {readers.count} operations; expected "
+                "parameters that the network uses nowhere else (not tied to another layer, no parametrisation). "
+                f"{GENERAL}"
+            )
         batch = batch_size(x)
         if output.dim() < 2 or output.shape[0] != batch:
             check_output(output, batch)
-        features = by_sample(uses[0].features, batch, self.reduction)
-        if features is None or features.shape[1] * layer.out_features != output[0].numel():
-            raise ModelError(self._unexplained(uses[0].features, output))
+        (use,) = uses
+        features = use.by_sample(batch, self.reduction, output)
+        # asked in every batch: what the model does with the layer's output may depend on the data
+        explained = features is not None and features.shape[1] * layer.out_features == output[0].numel()
+        if not explained or not (use.is_whole(output) or explains(layer, features, output)):
+            raise ModelError(self._unexplained(use.features, output))
+        assert features is not None
         if not graph:
             output, features = output.detach(), features.detach()
         return FeatureMap(x, output, features.to(space.dtype), space, self.layout, self.budget)
@@ -157,9 +170,7 @@ class FeatureTangent:
     # -- what the closed form rests on -----------------------------------------------------------------------------
 
     def _check(self, network: nn.Module, found: FeatureMap) -> None:
-        """The output is phi W^T + b; a pass over a few samples agrees, and has the gradient of phi."""
-        if not explains(self.layer, found.shared, found.output):
-            raise ModelError(self._unexplained(found.features, found.output))
+        """A pass over a few samples agrees, and has the gradient of phi."""
         again = self._few(network, found)
         if differ(again.output, found.output[: again.batch]):
             raise ModelError(

@@ -5,7 +5,7 @@ Layers are watched by forward hooks during one pass without a graph; the hooks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from lapwing.errors import ModelError, ParameterError
 from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import batch_size, call, map_tensors
+from lapwing.tangent.operations import flat
 from lapwing.tangent.private import private
 
 REDUCTIONS = ("pick_first", "pick_last", "average")
@@ -44,9 +46,9 @@ def last_layer_of(network: nn.Module, x: Any, reduction: str | None) -> str:
     ran: list[str] = []
     with torch.inference_mode(False), torch.no_grad():
         x = map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
-        with watched(leaves, lambda name, *_: ran.append(name)), recorded(linear) as uses:
+        with watched(leaves, lambda name, *_: ran.append(name)), recorded(linear) as uses, Readers(()):
             output = call(network, x)
-    found = [use for use in uses if explains(linear[use.name], by_sample(use.features, batch, reduction), output)]
+    found = [use for use in uses if explains(linear[use.name], use.by_sample(batch, reduction, output), output)]
     # of two layers with equal outputs, one that merely feeds the other has its own memory
     same = [use for use in found if use.output.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()]
     names = list(dict.fromkeys(use.name for use in (same or found)))
@@ -101,7 +103,8 @@ def layer_space(model: nn.Module, name: str, layer: nn.Linear) -> ParamSpace:
         first = next(each for each, parameter in model.named_parameters() if parameter is layer.weight)
         raise ModelError(
             f"the weight of the last layer '{name}' is tied to '{first}'; expected one that the network uses nowhere "
-            f"else, as J is not the features otherwise. {GENERAL}"
+            "else, as J is not the features otherwise. Give its name (last_layer_name=), and every use of the weight "
+            f"is differentiated. {GENERAL}"
         )
     return space.select([each for each in (weight, bias) if each in space.names])
 
@@ -123,11 +126,57 @@ def check_deterministic(model: nn.Module) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One call of a layer: its input and its output."""
+    """One call of a layer: its input and its output, and the version that the output had."""
 
     name: str
     features: Tensor
     output: Tensor
+    version: int
+
+    def by_sample(
+        self, batch: int, reduction: str | None, output: Tensor
+    ) -> Float[Tensor, "batch positions width"] | None:
+        """The features as [B, T, D]; those of the one position that the model's output was picked from, if it was."""
+        features = by_sample(self.features, batch, reduction)
+        if features is None or reduction is not None or features.shape[1] == 1 or self.output.is_nested:
+            return features
+        made = self.output.detach().reshape(batch, features.shape[1], -1)
+        if output.numel() != batch * made.shape[2]:
+            return features
+        # a classifier of sequences scores every token, and takes the score of the last one that is no padding
+        same = (made == output.detach().reshape(batch, 1, -1)).all(-1)
+        if not bool(same.any(1).all()):
+            return features
+        return features[torch.arange(batch, device=features.device), same.int().argmax(1)].unsqueeze(1)
+
+    def is_whole(self, output: Tensor) -> bool:
+        """Whether the model's output is this one in the same memory, in the same order, and not written to since."""
+        return (
+            output.data_ptr() == self.output.data_ptr()
+            and output.numel() == self.output.numel()
+            and output.is_contiguous()
+            and self.output.is_contiguous()
+            and (self.output.is_inference() or self.output._version == self.version)
+        )
+
+
+class Readers(TorchFunctionMode):
+    """Counts the operations that make something of one of these tensors.
+
+    While it is active, torch leaves out the fused paths of its encoders, which pack padded tokens into nested tensors.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.count = 0
+        self._wanted = frozenset(id(tensor) for tensor in tensors)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if any(id(tensor) in self._wanted for tensor in flat(args, kwargs)) and flat((out,), {}):
+            self.count += 1
+        return out
 
 
 @contextmanager
@@ -142,6 +191,8 @@ def watched(modules: Mapping[str, nn.Module], saw: Callable[[str, tuple, dict, A
 
     with ExitStack() as handles:
         for name, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks, and is no nn.Linear either
+                continue
             handles.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
         yield
 
@@ -152,7 +203,8 @@ def recorded(layers: Mapping[str, nn.Linear]) -> Iterator[list[Use]]:
     uses: list[Use] = []
 
     def keep(name: str, args: tuple, kwargs: dict, output: Tensor) -> None:
-        uses.append(Use(name, args[0] if args else kwargs["input"], output))
+        version = 0 if output.is_inference() else output._version
+        uses.append(Use(name, args[0] if args else kwargs["input"], output, version))
 
     with watched(layers, keep):
         yield uses

@@ -329,9 +329,12 @@ def _unexplained(
     def pull(derived, rows):
         return pull_back(derived, rows, parameters, space, frozenset(base.opaque))
 
+    coarsest = {name: torch.finfo(parameter.dtype).eps for name, parameter in parameters.items()}
     for number, use in base.uses:
         grad = by_use[number]
         if grad is not None:
+            for name in (name for source in use.sources for name in source.names):  # coarser under autocast
+                coarsest[name] = max(coarsest[name], torch.finfo(grad.dtype).eps)
             largest = max(largest, float(grad.abs().max()))
             # a rule that fails leaves rows out, and its parameters are found to be unexplained below
             with suppress(RuntimeError):
@@ -352,7 +355,7 @@ def _unexplained(
     over.abs_()
     found = {}
     for name, scale in zip(space.names, scales, strict=True):
-        eps = torch.finfo(parameters[name].dtype).eps
+        eps = coarsest[name]
         tolerance = eps**0.5 * scale + min(1e3 * eps, eps**0.5) * largest
         if name not in base.opaque and bool((over[space.segment(name)] > tolerance).any()):
             found[name] = base.seen(name)
