@@ -57,16 +57,16 @@ class Fact:
         if of_torch(kind):
             inside = {name: value for name, value in inside.items() if not name.startswith("_")}
         children, tensors = tuple(module._modules.values()), (*module._parameters.values(), *module._buffers.values())
-        return Fact(path, module, kind, kind.forward, children, tensors, inside, same)
+        return Fact(path, module, kind, _forward(kind), children, tensors, inside, same)
 
     def stands(self, skipped: frozenset[str]) -> bool:
         """Whether everything is still the very same object."""
         now = vars(self.module)
-        if type(self.module) is not self.kind or self.kind.forward is not self.forward:
+        if type(self.module) is not self.kind or _forward(self.kind) is not self.forward:
             return False
-        if tuple(now["_modules"].values()) != self.children:
+        if tuple(self.module._modules.values()) != self.children:
             return False
-        held = (*now["_parameters"].values(), *now["_buffers"].values())
+        held = (*self.module._parameters.values(), *self.module._buffers.values())
         if len(held) != len(self.tensors) or any(a is not b for a, b in zip(held, self.tensors, strict=True)):
             return False
         kept, count = self.attributes, 0
@@ -89,6 +89,11 @@ class Fact:
         if code:
             found["code"] = code_of(self.kind)
         return found
+
+
+def _forward(kind: type) -> Any:
+    """The class's `forward` as it is stored: that of a scripted module cannot be asked for without an instance."""
+    return next((vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each)), None)
 
 
 def _is_numbers(value: Any) -> bool:
