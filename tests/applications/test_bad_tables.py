@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -412,3 +413,14 @@ def test_a_million_rows_are_read_in_bounded_memory(tmp_path: Path) -> None:
     assert float(out.stdout) < 2
     with (tmp_path / "out.csv").open() as file:
         assert sum(1 for _ in file) == 1_000_001
+
+
+def test_a_cell_of_gigabytes_is_refused_before_it_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapwing.applications.dialect.LONGEST", 1 << 21)
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(b"a,b\n1," + b"x" * (5 << 20) + b"\n"))
+    assert path.stat().st_size < 20_000
+    with pytest.raises(DataError, match="a line of more than 2 MB"):
+        open_table(path)
+    path.write_bytes(gzip.compress(b"a,b\n" + b"1,2\n" * (1 << 20)))
+    assert open_table(path).columns == ("a", "b")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -187,3 +190,73 @@ def test_every_flipped_byte_is_noticed(bundle: Bundle, tmp_path: Path) -> None:
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(StorageError, match="truncated"):
         Bundle.load(path)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a description, the whole first."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield from places(each, (*path, key))
+
+
+def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """The description with something else in one place; `...` takes it away."""
+    if not path:
+        return new
+    out = dict(value) if isinstance(value, dict) else list(value)
+    if new is ... and len(path) == 1:
+        del out[path[0]]
+    else:
+        out[path[0]] = put(value[path[0]], path[1:], new)
+    return out
+
+
+STRANGE = (..., None, True, -1, 10**30, 1.5, float("nan"), "", "x", [], [[]], {}, {"a": [1]}, [None], "1e999")
+OLDER = Path(__file__).parent / "stored" / "table.lapwing"
+
+
+def test_an_older_bundle_is_read() -> None:
+    found = Bundle.load(OLDER).predict(table(3))
+    np.testing.assert_allclose(
+        found["p_down"], [0.3526148836305425, 0.41389206798048744, 0.2662212358745771], rtol=1e-9
+    )
+
+
+def test_whatever_a_description_holds_is_read_or_refused_with_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, stored = read(OLDER)
+    refused = 0
+    for number, path in enumerate(list(places(stored))[1:]):
+        for new in (STRANGE[number % 15], STRANGE[(number + 5) % 15]):
+            changed = put(stored, path, new)
+            monkeypatch.setattr("lapwing.applications.bundle.read", lambda _, changed=changed: (dict(tensors), changed))
+            try:
+                Bundle.load(OLDER)
+            except StorageError:
+                refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"width": 10**9}, {"depth": 10**9}, {"inputs": 10**9}, {"outputs": 10**9}, {"kind": "resnet", "depth": 10**8}],
+)
+def test_a_network_larger_than_its_tensors_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    tensors, stored = read(OLDER)
+    changed = {**stored, "spec": {**stored["spec"], **change}}
+    monkeypatch.setattr("lapwing.applications.bundle.read", lambda _: (tensors, changed))
+    start = perf_counter()
+    with pytest.raises(StorageError, match="Fit again"):
+        Bundle.load(OLDER)
+    assert perf_counter() - start < 5
+
+
+def test_thousands_of_levels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, stored = read(OLDER)
+    columns = stored["encoder"]["columns"]
+    wide = [{**c, "levels": [str(i) for i in range(15_000)]} if c["kind"] == "category" else c for c in columns]
+    changed = {**stored, "encoder": {"columns": wide}, "spec": {**stored["spec"], "inputs": 15_002}}
+    tensors["model.0.weight"] = torch.zeros(3, 15_002, dtype=torch.float64)
+    monkeypatch.setattr("lapwing.applications.bundle.read", lambda _: (tensors, changed))
+    with pytest.raises(StorageError, match="at most 2000"):
+        Bundle.load(OLDER)

@@ -369,6 +369,30 @@ def test_older_files_are_read(name: str) -> None:
         lapwing.load(STORED / f"{name}.lapwing", mlp(activation=nn.ReLU))
 
 
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    return [path, *(found for key, each in inside for found in places(each, (*path, key)))]
+
+
+def test_whatever_a_description_holds_is_read_or_refused_with_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    la = made("all", "diag")
+    tensors, metadata = stored(la)
+    strange = (None, True, -1, 10**30, 1.5, float("nan"), "", "x", [], [[]], {}, {"a": [1]}, [None], "1e999")
+    refused = 0
+    for number, path in enumerate(places(metadata)[1:]):
+        changed = copy.deepcopy(metadata)
+        inner = changed
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = strange[number % len(strange)]
+        monkeypatch.setattr("lapwing.laplace.files.read", lambda _, changed=changed: (dict(tensors), changed))
+        try:
+            lapwing.load("a", mlp(1))
+        except StorageError:
+            refused += 1
+    assert refused > 40
+
+
 def test_other_trainable_parameters_are_refused(path: Path) -> None:
     model = mlp(1)
     model[0].requires_grad_(False)

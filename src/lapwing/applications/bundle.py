@@ -41,15 +41,17 @@ from lapwing.applications.conformal import Conformal, Unfamiliar
 from lapwing.applications.reading import Frame, Table, find_column, open_table, pd
 from lapwing.applications.restoring import restored
 from lapwing.applications.scoring import Row, Summary
-from lapwing.applications.table import Encoder, Notes
-from lapwing.applications.targets import Target, present
-from lapwing.errors import DataError, LapwingError, StorageError
+from lapwing.applications.table import INPUTS, Encoder, Notes
+from lapwing.applications.targets import CLASSES, Target, present
+from lapwing.errors import DataError, StorageError
 from lapwing.laplace import BaseLaplace
 from lapwing.metrics import entropy
 from lapwing.predictive import Amounts, probit
 from lapwing.serialize.files import read, write
 
 KIND, VERSION = "table", 1
+KINDS = "number", "boolean", "date", "category", "left out"
+"""Of columns."""
 NUMBERS = 2**24
 """Entries of a Jacobian [batch, outputs, weights] that are in memory at a time."""
 SMALLEST = 1e-3
@@ -309,7 +311,7 @@ class Bundle:
             )
         try:
             return _restored(tensors, stored)
-        except (KeyError, TypeError, AttributeError, RuntimeError, LapwingError) as error:
+        except Exception as error:  # whatever somebody may have put into a file
             raise StorageError(
                 f"{path} does not hold what a fitted table needs: {type(error).__name__}: {error}. Fit again."
             ) from error
@@ -317,10 +319,12 @@ class Bundle:
 
 def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundle:
     spec, target = Spec(**stored["spec"]), Target.from_dict(stored["target"])
+    encoder = Encoder.from_dict(stored["encoder"])
+    _check_sizes(encoder, target, spec)
     state = {**stored["laplace"], **_under("laplace.", tensors)}
     model, laplace = restored(spec, target.task, _under("model.", tensors), state)
     return Bundle(
-        encoder=Encoder.from_dict(stored["encoder"]),
+        encoder=encoder,
         target=target,
         spec=spec,
         model=model,
@@ -332,6 +336,28 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
         notes=tuple(stored["notes"]),
         seed=int(stored["seed"]),
     )
+
+
+def _check_sizes(encoder: Encoder, target: Target, spec: Spec) -> None:
+    """Columns, classes and network are of one size, and of one that a fit makes: a level is a row in memory."""
+    numbers = [number for column in encoder.columns for number in (*column.means, *column.deviations)]
+    words = [word for column in encoder.columns for word in (column.name, column.kind, *column.levels, *column.rare)]
+    plain = all(isinstance(word, str) for word in (*words, *target.classes, target.name, target.task, target.kind))
+    if not plain or not all(type(number) in (int, float) for number in (*numbers, target.mean, target.deviation)):
+        raise StorageError("columns or classes have names or numbers of another type; expected text and numbers.")
+    if target.task not in ("regression", "classification"):
+        raise StorageError(f"the task is {target.task!r}; expected 'regression' or 'classification'.")
+    if any(column.kind not in KINDS for column in encoder.columns):
+        raise StorageError(f"a column has an unknown kind; expected one of {list(KINDS)}.")
+    levels = sum(len(column.levels) + len(column.deviations) + 2 for column in encoder.used)
+    inputs = len(encoder.inputs) if levels <= 4 * INPUTS else levels
+    if inputs != spec.inputs or inputs > 2 * INPUTS or target.outputs != spec.outputs or target.outputs > CLASSES:
+        raise StorageError(
+            f"there are {inputs} inputs and {target.outputs} outputs for a network with {spec.inputs} and "
+            f"{spec.outputs}; expected the same, at most {2 * INPUTS} and {CLASSES}."
+        )
+    if not encoder.examples or any(len(row) != inputs for row in encoder.examples):
+        raise StorageError(f"the examples are not rows of {inputs} inputs; expected one or more of them.")
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

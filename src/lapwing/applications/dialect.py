@@ -18,6 +18,8 @@ from typing import Any
 from lapwing.errors import DataError
 
 SEPARATORS = ",;\t|"
+LONGEST = 1 << 26
+"""Bytes without the end of a line that are read: a small compressed file may hold a cell of gigabytes."""
 GROUPED = r"[1-9]\d{0,2}(?:[. '\u00a0\u202f]\d{3})+"
 """Whole numbers with marks of thousands, where the comma is the decimal one."""
 
@@ -41,8 +43,14 @@ def encoding_of(path: Path, gzipped: bool) -> tuple[str, list[str]]:
             block = file.read(1 << 20)
             if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 name = "utf-16"
-            decoder = codecs.getincrementaldecoder(name)()
+            decoder, without = codecs.getincrementaldecoder(name)(), 0
             while block:
+                without = len(block) - block.rfind(b"\n") - 1 if b"\n" in block else without + len(block)
+                if without > LONGEST:
+                    raise DataError(
+                        f"{path} has a line of more than {LONGEST >> 20} MB; expected rows of a table, each on a line "
+                        "of its own. Is it a table, and are its lines ended?"
+                    )
                 decoder.decode(block)
                 block = file.read(1 << 20)
             decoder.decode(b"", final=True)

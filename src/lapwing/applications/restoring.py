@@ -15,6 +15,7 @@ from lapwing.applications.architecture import Spec, blank
 from lapwing.errors import StorageError
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.face import CLASSES
+from lapwing.laplace.state import check_curvature
 
 POSTERIORS = {CLASSES["all", structure].__name__: CLASSES["all", structure] for structure in ("full", "kron", "diag")}
 """Classes that the training of a table makes."""
@@ -44,4 +45,5 @@ def restored(
         raise StorageError(f"the posterior is a {state['cls_name']!r}; expected one of {sorted(POSTERIORS)}.")
     laplace = kind(model, spec.likelihood(task), estimator=state["source"])
     laplace.load_state_dict(state)
+    check_curvature(laplace)
     return model, laplace

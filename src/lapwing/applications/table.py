@@ -211,7 +211,10 @@ class Encoder:
             return Column(**plain)
 
         columns = tuple(column(fields) for fields in stored["columns"])
-        return Encoder(columns, tuple(tuple(map(float, row)) for row in stored["examples"]))
+        found = Encoder(columns)
+        # older files have no examples: an unknown value is the mean there, as it was when they were written
+        rows = stored["examples"] if "examples" in stored else [[0.0] * len(found.inputs)]
+        return Encoder(columns, tuple(tuple(map(float, row)) for row in rows))
 
 
 # -- learning --------------------------------------------------------------------------------------------------------

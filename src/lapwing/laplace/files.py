@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lapwing.errors import OptionError, StorageError
 from lapwing.laplace.identity import difference, further, structure
 from lapwing.laplace.options import Likelihood as Task
+from lapwing.laplace.state import check_curvature
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Curvature
 from lapwing.serialize import KINDS, pack, read, unpack, write
 from lapwing.serialize.files import AnyPath, sha256
 from lapwing.tangent.features import FeatureTangent
@@ -217,9 +217,7 @@ def _made(
         name, reduction, graph = laplace.last_layer_name, laplace.feature_reduction, laplace.enable_backprop
         laplace._bind(FeatureTangent(model, name, reduction, differentiable=graph, evaluate=True))
     laplace.load_state_dict(state)
-    found = None if laplace._fitted is None else laplace._fitted.curvature
-    if found is not None and (not isinstance(found, Curvature) or found.size != laplace.space.size):
-        raise StorageError(f"the file has no curvature of {laplace.space.size} parameters; expected one.")
+    check_curvature(laplace)
     laplace.reason = str(metadata["reason"])
     return laplace
 

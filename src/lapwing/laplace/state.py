@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import DataError, ParameterError
+from lapwing.errors import DataError, ParameterError, StorageError
 from lapwing.evidence import GaussianFit
 from lapwing.laplace.hyper import Fitted
+from lapwing.linalg import Curvature
 from lapwing.serialize import pack, unpack
 from lapwing.tangent.features import FeatureTangent
 
@@ -135,6 +136,17 @@ def check_parameters(laplace: BaseLaplace, state: Mapping[str, Any]) -> None:
             f"{laplace.space.size} in {len(ours)}{f'; first difference: {different}' if different else ''}; expected "
             "the same network and the same choice of weights."
         )
+
+
+def check_curvature(laplace: BaseLaplace) -> None:
+    """A curvature of as many parameters as there are, whose parts fit together: of what comes from a file."""
+    if laplace._fitted is None:
+        return
+    found, size = laplace._fitted.curvature, laplace.space.size
+    if not isinstance(found, Curvature) or found.size != size:
+        raise StorageError(f"there is no curvature of {size} parameters; expected one.")
+    if found.mv(laplace._fitted.mean).shape != (size,):
+        raise StorageError("the parts of the curvature do not fit together; expected a square matrix.")
 
 
 def likelihood_name(laplace: BaseLaplace) -> str:
