@@ -10,6 +10,7 @@ WORKERS ?= 2
 python := $(VENV)/bin/python
 stamp := $(VENV)/.installed
 peers_stamp := $(PEERS)/.installed
+LOWEST ?= .venv-lowest
 # Peers of the benchmarks. They live in a venv of their own, so that nothing of theirs can leak into the checks.
 peers := laplace-torch==0.3 curvlinops-for-pytorch backpack-for-pytorch asdfghjkl torch==2.13.0
 # Files that begin with an underscore are shared by the benchmarks and are none themselves; uci.py has no peer, needs the
@@ -19,7 +20,7 @@ benchmarks = $(sort $(filter-out benchmarks/_% benchmarks/uci.py,$(wildcard benc
 export MPLBACKEND ?= Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow lint style types imports peers bench experiments clean
+.PHONY: help install demo test lowest package slow lint style types imports peers bench experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +42,15 @@ demo: $(stamp) ## two data sets from table to report in a minute; writes build/d
 
 test: $(stamp) ## tests and doctests, warnings are errors; without those marked slow
 	$(python) -m pytest -n $(WORKERS) -m "not slow"
+
+lowest: ## tests with the lowest versions that pyproject.toml claims, in a venv of their own
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check setuptools
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt --no-build-isolation -e ".[test]"
+	$(LOWEST)/bin/python -m pytest -n $(WORKERS) -m "not slow"
+
+package: $(stamp) ## build sdist and wheel, install each into an empty venv and import it
+	VENV=$(VENV) .ci/package
 
 slow: $(stamp) ## tests that take long: a million rows, real data, peers beside us
 	$(python) -m pytest -m slow
