@@ -287,7 +287,9 @@ def exact_block(segments: Segments, dense: bool, tangent: Tangent) -> DenseVecto
 def _why_exact(name: str, group: Sequence[Piece], record: Record) -> str:
     """Why a parameter has no Kronecker factors; empty for one that is a vector to its operations."""
     if name in record.opaque:
-        return f"used by '{record.opaque[name]}' in a way that forms no Kronecker product"
+        operation = record.opaque[name]
+        operation = operation if "cannot be seen" in operation else f"'{operation}'"
+        return f"used by {operation} in a way that forms no Kronecker product"
     if name in record.derived:
         return f"turned into another tensor by '{record.derived[name]}' before it meets the data"
     return "" if all(isinstance(piece, DenseRows) for piece in group) else "used by operations of different kinds"
@@ -302,7 +304,8 @@ _REMEDY = (
 def _without_opaque(rows: Iterable[Pulled]) -> Iterator[Pulled]:
     """Refuses parameters that no rule covers, in any batch: what `on_unsupported="error"` asks for."""
     for batch in rows:
-        for name in batch.linearisation.record.opaque:
+        opaque = batch.linearisation.record.opaque
+        for name in [name for name in batch.linearisation.space.names if name in opaque][:1]:
             why = _why_exact(name, [], batch.linearisation.record)
             raise UnsupportedOperationError(
                 f"parameter '{name}' is {why}; expected linear, matmul, einsum, convolution, normalisation, embedding "
