@@ -100,12 +100,14 @@ def subset(batches: Batches, n: int, generator: torch.Generator | None = None) -
         raise DataError(f"a subset of {n} data points was asked for; expected at least 1.")
     owner: list[int] = []  # the number of the data point that holds each of n places
     seen, largest = 0, 0
+    device = torch.device("cpu") if generator is None else generator.device
     found: list[_Points] = []
     for pair in batches:
         size = batch_size(pair)
         largest = largest or size
         fresh: dict[int, int] = {}
-        for number, chance in enumerate(torch.rand(size, dtype=torch.float64, generator=generator).tolist()):
+        chances = torch.rand(size, dtype=torch.float64, device=device, generator=generator)
+        for number, chance in enumerate(chances.tolist()):
             # reservoir: point k stays with probability n / (k + 1), in the place of a random one
             place = len(owner) if len(owner) < n else int(chance * (seen + number + 1))
             if place < n:

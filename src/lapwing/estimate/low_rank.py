@@ -46,7 +46,20 @@ def low_rank(
     if rank < 1 or passes < 2:
         raise CurvatureError(f"rank is {rank} and passes {passes}; expected a rank >= 1 and at least 2 passes.")
     if generator is None:
-        generator = torch.Generator(tangent.space.device).manual_seed(int(torch.randint(2**62, ())))
+        numbers = torch.Generator().manual_seed(_next_seed())
+        found = low_rank(
+            tangent,
+            likelihood,
+            batches,
+            rank=rank,
+            cotangents=cotangents,
+            generator=numbers,
+            gram_rows=gram_rows,
+            passes=passes,
+        )
+        if not torch.equal(numbers.get_state(), torch.Generator().manual_seed(numbers.initial_seed()).get_state()):
+            torch.randint(2**62, ())  # numbers were drawn: torch's own generator goes on
+        return found
     state, size, dtype = generator.get_state(), tangent.space.size, tangent.space.dtype
 
     def rows() -> Iterator[list[Piece]]:
@@ -73,6 +86,13 @@ def low_rank(
     # the curvature within the subspace; what it does to the rest is not known
     values, vectors = eigh_psd((basis.mT @ product + product.mT @ basis) / 2, "the curvature in the subspace")
     return LowRank.of(basis @ (vectors * values.sqrt()), rank, dtype)
+
+
+def _next_seed() -> int:
+    """The number that torch's own generator gives next, which stays as it is."""
+    ahead = torch.Generator()
+    ahead.set_state(torch.get_rng_state())
+    return int(torch.randint(2**62, (), generator=ahead))
 
 
 class _TooManyRows(Exception):

@@ -29,6 +29,7 @@ from lapwing.laplace.tasks import likelihood_of, noise_of
 from lapwing.laplace.weights import Weights, whole
 from lapwing.likelihoods import Categorical, Likelihood, Preference
 from lapwing.linalg import LinearMap
+from lapwing.linalg.psd import normal
 from lapwing.params import ParamSpace
 from lapwing.predictive import draws, network_draws
 from lapwing.serialize import compact
@@ -296,7 +297,7 @@ class BaseLaplace(Weights):
             if not diagonal_output:
                 return draws(posterior, linear, count, generator)
             mean, variance = predictions.moments(posterior, linear, diagonal=True)
-            noise = torch.randn(count, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+            noise = normal((count, *mean.shape), mean, generator)
             return mean + variance.sqrt() * noise
 
     def predictive_samples(

@@ -15,6 +15,7 @@ from torch import Tensor
 from lapwing.laplace.options import LinkApprox, choose
 from lapwing.likelihoods import Bernoulli, Categorical, Likelihood, Preference
 from lapwing.linalg import LinearMap
+from lapwing.linalg.psd import normal
 from lapwing.posterior import Gaussian
 from lapwing.predictive import draws
 from lapwing.predictive.links import link_for
@@ -74,7 +75,7 @@ def marginal_draws(
     value, covariance = linear.value, posterior.covariance(linear)
     values, vectors = torch.linalg.eigh(covariance)
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    noise = torch.randn(n, *value.shape, dtype=value.dtype, device=value.device, generator=generator)
+    noise = normal((n, *value.shape), value, generator)
     return value + torch.einsum("b c k, n b k -> n b c", root, noise)
 
 

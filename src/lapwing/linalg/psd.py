@@ -317,7 +317,8 @@ def rounding(matrix: Tensor) -> float:
 
 
 def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers; the first axis counts draws."""
+    """Standard normal numbers; the first axis counts draws. Drawn where the generator lives, which may be elsewhere."""
     if shape[0] < 0:
         raise CurvatureError(f"asked for {shape[0]} draws; expected a number >= 0.")
-    return torch.randn(*shape, dtype=like.dtype, device=like.device, generator=generator)
+    place = like.device if generator is None else generator.device
+    return torch.randn(*shape, dtype=like.dtype, device=place, generator=generator).to(like.device)

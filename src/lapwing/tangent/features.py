@@ -47,7 +47,7 @@ from lapwing.tangent.last_layer import (
     parameter_name,
     recorded,
 )
-from lapwing.tangent.model import check_output, check_space, check_trainable
+from lapwing.tangent.model import MOST_PROBES, check_output, check_space, check_trainable
 from lapwing.tangent.private import private
 
 
@@ -127,6 +127,8 @@ class FeatureTangent:
             if key not in self._checked:
                 self._check(network, found)
                 if all_finite(found.output):  # numbers that are not finite prove nothing
+                    if len(self._checked) >= MOST_PROBES:
+                        self._checked.clear()
                     self._checked.add(key)
         return found
 

@@ -17,6 +17,7 @@ tensor([[1., 2.],
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -135,23 +136,30 @@ class Tangent:
                 value, record = self._record(network, x, parameters, few, graph)
                 carried = few.carried_over(record, batch_size(x)) if few.settled and not record.routed else None
                 if carried is not None:
-                    self._probes[key] = carried
+                    self._keep(key, carried)
                     return value, record, carried
         # a new shape of few samples, or the model does something else with this data
         found = probe(network, self.space, parameters, x)
         self._routed |= found.routed
         if found.settled:
-            self._probes[key] = found
+            self._keep(key, found)
         return *self._record(network, x, parameters, found, graph), found
 
     def _probe(self, network: nn.Module, x: Any, parameters: dict[str, Tensor], modes: tuple[bool, ...]) -> Probe:
         key = shape_key(x), modes
-        if key not in self._probes:
+        found = self._probes.get(key)
+        if found is None:
             found = probe(network, self.space, parameters, x)
-            if not found.settled:
-                return found
+            if found.settled:
+                self._keep(key, found)
+        return found
+
+    def _keep(self, key: tuple, found: Probe) -> None:
+        """Keeps a probe, and forgets the oldest where there are too many: every length of sequences has its own."""
+        with _KEEPING:
+            while len(self._probes) >= MOST_PROBES:
+                del self._probes[next(iter(self._probes))]
             self._probes[key] = found
-        return self._probes[key]
 
     def _record(
         self, network: nn.Module, x: Any, parameters: dict[str, Tensor], found: Probe, graph: bool
@@ -162,6 +170,9 @@ class Tangent:
         return value, recorder.record
 
 
+MOST_PROBES = 256
+"""How many shapes of inputs a tangent remembers."""
+_KEEPING = threading.Lock()
 FEW_SAMPLES = 5
 """How many samples a probe looks at; a prime, so that it is seldom the size of something else."""
 
