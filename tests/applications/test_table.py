@@ -262,6 +262,9 @@ def test_an_encoder_is_json() -> None:
     again = Encoder.from_dict(json.loads(json.dumps(encoder.to_dict())))
     assert again.columns == encoder.columns
     assert again.examples == encoder.examples
+    for wrong in ([], [[0.0]]):
+        with pytest.raises(DataError, match="examples of training rows"):
+            Encoder.from_dict(encoder.to_dict() | {"examples": wrong})
     assert torch.equal(again(frame), encoder(frame))
 
 

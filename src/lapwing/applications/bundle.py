@@ -189,7 +189,7 @@ class Bundle:
         versions = self.encoder.versions(x)
         found = self._said(versions.flatten(0, 1)).unflatten(1, versions.shape[:2])
         mean = found.mean(2)
-        mean[1] += found[0].var(1)
+        mean[1] += found[0].var(1, correction=min(1, versions.shape[1] - 1))  # files from before have one example
         return mean
 
     def amounts(self, raw: Raw) -> Amounts:

@@ -214,6 +214,8 @@ class Encoder:
         found = Encoder(columns)
         # older files have no examples: an unknown value is the mean there, as it was when they were written
         rows = stored["examples"] if "examples" in stored else [[0.0] * len(found.inputs)]
+        if {len(row) for row in rows} != {len(found.inputs)}:
+            raise DataError(f"examples of training rows are missing, or not of {len(found.inputs)} inputs each.")
         return Encoder(columns, tuple(tuple(map(float, row)) for row in rows))
 
 
