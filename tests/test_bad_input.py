@@ -506,9 +506,8 @@ def test_a_mistake_is_named_and_leaves_the_model_alone(estimator: str, wrong: Wr
     model, likelihood, batches = wrong.make()
     readable = not any(nn.parameter.is_lazy(p) or p.is_meta for p in model.parameters())
     estimate_it = (EVERY | REFUSING)[estimator]
-    with unchanged(model) if readable else nullcontext(), pytest.raises(LapwingError) as caught:
+    with unchanged(model) if readable else nullcontext(), pytest.raises(wrong.error) as caught:
         estimate_it(Tangent(model), likelihood, batches, generator=torch.Generator().manual_seed(0))
-    assert isinstance(caught.value, wrong.error), caught.value
     holds(str(caught.value), wrong.words)
 
 
@@ -643,7 +642,7 @@ def test_the_mode_of_the_caller_makes_no_difference(estimator: str) -> None:
 )
 def test_unknown_options_are_refused(call: Callable[..., Any], words: tuple[str, ...]) -> None:
     model = net()
-    with unchanged(model), pytest.raises(LapwingError) as caught:
+    with unchanged(model), pytest.raises((DataError, ParameterError)) as caught:
         call(Tangent(model), Categorical(), [batch()])
     holds(str(caught.value), words)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import estimate, metrics, validation
-from lapwing.errors import CurvatureError, DataError, LapwingError, LapwingWarning
+from lapwing.errors import CurvatureError, DataError, LapwingWarning, LikelihoodError, OptionError
 from lapwing.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian, Likelihood, Poisson
 from lapwing.likelihoods import Gaussian as GaussianLikelihood
 from lapwing.linalg import Curvature
@@ -360,7 +360,7 @@ def test_a_bad_batch_is_named() -> None:
     good = found.batches()[0]
     with pytest.raises(DataError, match="validation batch 1: found a Tensor; expected a pair"):
         found.grid(batches=[good, found.x])
-    with pytest.raises(LapwingError, match=r"validation batch 1: .*target 4"):
+    with pytest.raises(LikelihoodError, match=r"validation batch 1: .*target 4"):
         found.grid(batches=[good, (found.x[:1], torch.tensor([4]))])
     with pytest.raises(DataError, match=r"validation batch 0: .*NaN"):
         found.grid(batches=[(found.x * float("nan"), found.y)])
@@ -368,7 +368,7 @@ def test_a_bad_batch_is_named() -> None:
 
 def test_options_that_do_not_fit_are_refused() -> None:
     found = classification()
-    with pytest.raises(LapwingError, match=r"unknown link 'probbit'; expected one of \['bridge'"):
+    with pytest.raises(OptionError, match=r"unknown link 'probbit'; expected one of \['bridge'"):
         found.grid(link="probbit")
     with pytest.raises(CurvatureError, match=r"sigma is 0.5 for Categorical, which has no noise level; expected sigma"):
         found.grid(sigma=0.5)
@@ -377,18 +377,18 @@ def test_options_that_do_not_fit_are_refused() -> None:
             with pytest.raises(CurvatureError, match=f"{name} is {value}; expected a finite number > 0"):
                 found.grid(**{name: value})
     labels = problem(Bernoulli(), 3, lambda f: torch.randint(2, f.shape).double())
-    with pytest.raises(LapwingError, match=r"link 'bridge' for Bernoulli.*expected 'probit'"):
+    with pytest.raises(OptionError, match=r"link 'bridge' for Bernoulli.*expected 'probit'"):
         labels.grid(link="bridge")
     sequence = problem(Categorical(), 4, classes, model=nn.Linear(3, 4), inputs=(5, 3))
-    with pytest.raises(LapwingError, match=r"shape \(12, 5, 4\); a link with covariances needs .*Use link='probit'"):
+    with pytest.raises(LikelihoodError, match=r"shape \(12, 5, 4\); a link with covariances needs .*Use link='probit'"):
         sequence.grid(link="bridge")
     counts = problem(Poisson(), 1, lambda f: torch.poisson(f.exp()))
-    with pytest.raises(LapwingError, match="0 draws of the outputs; expected at least one"):
+    with pytest.raises(OptionError, match="0 draws of the outputs; expected at least one"):
         counts.grid(samples=0)
 
 
 def test_a_metric_that_is_better_when_larger_is_refused() -> None:
     metric = Mean()
     metric.higher_is_better = True  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(LapwingError, match=r"Mean is better when larger; expected a loss.*negative"):
+    with pytest.raises(OptionError, match=r"Mean is better when larger; expected a loss.*negative"):
         classification().grid(score=metric)

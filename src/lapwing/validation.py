@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.errors import CurvatureError, DataError, LapwingError, LapwingWarning
+from lapwing.errors import CurvatureError, DataError, LapwingError, LapwingWarning, OptionError
 from lapwing.estimate.passes import check_loss
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, LinearMap
@@ -218,7 +218,7 @@ def _scores(
 def _gathered(how: Family, batches: Sequence[Batch], count: int, metric: Metric) -> Float[Tensor, " k"]:
     """A metric sees all batches of one candidate, and then all of the next; predictions are kept until the end."""
     if getattr(metric, "higher_is_better", None):
-        raise LapwingError(
+        raise OptionError(
             f"{type(metric).__name__} is better when larger; expected a loss, as the smallest score wins. Give a "
             "function that returns its negative."
         )

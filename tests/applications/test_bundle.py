@@ -17,7 +17,7 @@ from lapwing.applications.bundle import Bundle
 from lapwing.applications.fitting import fit_table
 from lapwing.applications.network import Spec
 from lapwing.applications.writing import write_predictions
-from lapwing.errors import DataError, LapwingError, StorageError
+from lapwing.errors import DataError, StorageError
 from lapwing.serialize.files import read, write
 
 
@@ -185,7 +185,7 @@ def test_every_flipped_byte_is_noticed(bundle: Bundle, tmp_path: Path) -> None:
         broken = bytearray(data)
         broken[place] ^= 1
         path.write_bytes(bytes(broken))
-        with pytest.raises(LapwingError):
+        with pytest.raises(StorageError):
             Bundle.load(path)
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(StorageError, match="truncated"):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lapwing import Laplace, marglik_training
-from lapwing.errors import LapwingError, LapwingWarning
+from lapwing.errors import DataError, LapwingError, LapwingWarning, OptionError, ParameterError
 from unchanged import unchanged
 
 
@@ -109,7 +109,7 @@ def test_draws_of_a_linear_function_have_its_correlation_between_inputs(structur
 def test_a_gaussian_process_prediction_is_refused_where_there_is_none(structure: str) -> None:
     la, x = fitted("regression", structure=structure), torch.randn(3, 2)
     for ask in (la, la.functional_samples, la.predictive_samples):
-        with pytest.raises(LapwingError, match=r"gp.*expected 'glm'.*hessian_structure='gp'"):
+        with pytest.raises(OptionError, match=r"gp.*expected 'glm'.*hessian_structure='gp'"):
             ask(x, pred_type="gp")
 
 
@@ -158,7 +158,7 @@ def test_a_prediction_that_fails_half_way_leaves_the_model_bit_for_bit(method: s
     la.fit(data("classification"))
     breaks.limit = int(breaks.calls) + 3
     ask = {"pred_type": "nn", "n_samples": 50} | ({"link_approx": "mc"} if method == "__call__" else {})
-    with unchanged(model), pytest.raises(LapwingError, match="broken on purpose"):
+    with unchanged(model), pytest.raises(ParameterError, match="broken on purpose"):
         getattr(la, method)(torch.randn(4, 2), **ask)
 
 
@@ -270,7 +270,7 @@ def test_a_loss_that_is_not_a_number_never_wins_a_grid_search() -> None:
     with pytest.warns(LapwingWarning, match="the score is nan"):
         la.optimize_prior_precision(method="gridsearch", val_loader=whole, loss=loss, **options)
     assert float(la.prior_precision) == pytest.approx(float(grid[4]), rel=1e-6)
-    with pytest.raises(LapwingError), warnings.catch_warnings(action="ignore"):
+    with pytest.raises(DataError), warnings.catch_warnings(action="ignore"):
         la.optimize_prior_precision(
             method="gridsearch", val_loader=whole, loss=lambda *_: torch.tensor(torch.nan), **options
         )

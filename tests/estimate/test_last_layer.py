@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import problems
 from lapwing import estimate
-from lapwing.errors import DataError, LapwingError, LikelihoodError, ParameterError
+from lapwing.errors import DataError, LikelihoodError, ParameterError
 from lapwing.estimate import last_layer
 from lapwing.estimate.cotangents import empirical as observed
 from lapwing.estimate.passes import Watched
@@ -342,7 +342,7 @@ def test_errors_name_the_batch(kind: str) -> None:
     bad = from_function(lambda f, y: (f - y).abs().sum().pow(1.5).sum())  # its second derivative at f = y is infinite
     linear = nn.Linear(3, 1, bias=False).double()
     x = randn(4, 3)
-    with pytest.raises(LapwingError, match="batch 0: "):
+    with pytest.raises(DataError, match="batch 0: "):
         ours(FeatureTangent(linear), bad, [(x, linear(x).detach())], **own)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lapwing import Laplace, marglik_training
 from lapwing.curvature import BackPackEF
-from lapwing.errors import DataError, LapwingError, OptionError, ParameterError
+from lapwing.errors import DataError, OptionError, ParameterError
 from lapwing.laplace import BaseLaplace, FullLaplace, FullLLLaplace, FullSubnetLaplace
 from lapwing.laplace.face import CLASSES
 from lapwing.likelihoods import Gaussian
@@ -214,7 +214,7 @@ def search(la: BaseLaplace, targets: Tensor = y, pred_type: str = "glm", **optio
     ids=["sigma", "counts", "pseudo_data", "training"],
 )
 def test_an_option_is_read_or_refused(use: Callable[[], object]) -> None:
-    with pytest.raises(LapwingError):
+    with pytest.raises(OptionError):
         use()
 
 

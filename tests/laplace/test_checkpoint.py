@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lapwing import Laplace
-from lapwing.errors import CurvatureError, DataError, LapwingError, OptionError, StorageError
+from lapwing.errors import CurvatureError, DataError, OptionError, StorageError
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.checkpoint import digest
 from lapwing.laplace.face import CLASSES
@@ -422,7 +422,7 @@ def test_bad_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no batch"):
         made().fit([], checkpoint=path)
     data[5][0][0, 0] = float("nan")
-    with pytest.raises(LapwingError, match="from batch 4 on, counted from there: batch 1: "):
+    with pytest.raises(DataError, match="from batch 4 on, counted from there: batch 1: "):
         made().fit(data, checkpoint=path, checkpoint_every=4)
     assert read(path)[1]["batches"] == 4, "what was good is kept"
     with pytest.raises(DataError, match="a batch holds a object"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing import Laplace
-from lapwing.errors import DataError, LapwingError, OptionError, ParameterError, StorageError
+from lapwing.errors import DataError, OptionError, ParameterError, StorageError
 from lapwing.laplace import BaseLaplace, DiagLaplace, KronLaplace
 from lapwing.laplace.face import CLASSES
 from lapwing.laplace.files import POSTERIORS, register, stored
@@ -396,7 +396,10 @@ def test_whatever_a_description_holds_is_read_or_refused_with_our_error(monkeypa
 def test_other_trainable_parameters_are_refused(path: Path) -> None:
     model = mlp(1)
     model[0].requires_grad_(False)
-    with unchanged(model), pytest.raises(LapwingError, match=r"same choice of weights|prior_precision"):
+    with (
+        unchanged(model),
+        pytest.raises((ParameterError, StorageError), match=r"same choice of weights|prior_precision"),
+    ):
         lapwing.load(path, model)
 
 
@@ -520,7 +523,7 @@ def test_a_forgery_is_refused_and_the_model_not_changed(path: Path, name: str) -
     forgeries()[name](tensors, metadata)
     write(path, tensors, metadata)
     model = mlp(1)
-    with unchanged(model), pytest.raises(LapwingError):
+    with unchanged(model), pytest.raises((DataError, ParameterError, StorageError)):
         lapwing.load(path, model)
 
 

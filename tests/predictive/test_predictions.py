@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import estimate
-from lapwing.errors import LapwingError
+from lapwing.errors import LikelihoodError, ModelError, OptionError
 from lapwing.likelihoods import Categorical
 from lapwing.likelihoods import Gaussian as GaussianLikelihood
 from lapwing.linalg import Precision
@@ -118,7 +118,7 @@ def test_network_draws_of_a_sub_network_move_nothing_else() -> None:
 
 def test_an_exception_in_the_network_leaves_the_model_alone(classifier) -> None:
     tangent, posterior, x = classifier
-    with unchanged(tangent.model), pytest.raises(LapwingError, match="forward pass"):
+    with unchanged(tangent.model), pytest.raises(ModelError, match="forward pass"):
         network_draws(posterior, tangent, x[:, :2], 2, torch.Generator().manual_seed(0))
 
 
@@ -131,11 +131,11 @@ def test_images_keep_their_shape() -> None:
     posterior = Gaussian(tangent.space.values(model), curvature.with_prior(1.0))
     assert draws(posterior, tangent.at(x), 5).shape == (5, 3, 2, 4, 4)
     assert moments(posterior, tangent.at(x))[1].shape == (3, 32, 32)
-    with pytest.raises(LapwingError, match=r"expected|needs \[batch, classes\]"):
+    with pytest.raises(LikelihoodError, match=r"expected|needs \[batch, classes\]"):
         probabilities(posterior, tangent.at(x))
 
 
 def test_unknown_link_names_the_known_ones(classifier) -> None:
     tangent, posterior, x = classifier
-    with pytest.raises(LapwingError, match=r"unknown link 'probbit'; expected one of \['bridge'"):
+    with pytest.raises(OptionError, match=r"unknown link 'probbit'; expected one of \['bridge'"):
         probabilities(posterior, tangent.at(x), "probbit")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import problems
-from lapwing.errors import DataError, LapwingError, ModelError, ParameterError
+from lapwing.errors import DataError, ModelError, ParameterError
 from lapwing.linalg import LinearMap
 from lapwing.linalg.rows import OuterRows
 from lapwing.params import ParamSpace
@@ -393,5 +393,5 @@ def test_the_space_is_the_layer_in_flat_order() -> None:
 
 
 def test_errors_are_lapwings_own() -> None:
-    with pytest.raises(LapwingError):
+    with pytest.raises(ModelError):
         last_layer_name(nn.Softmax(-1), randn(4, 3))

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.errors import CurvatureError, LapwingError
+from lapwing.errors import CurvatureError, OptionError
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import Curvature, LinearMap
 from lapwing.linalg.rows import CACHE, chunks
@@ -204,5 +204,5 @@ def family(likelihood: Likelihood, link: str, sigma: float, samples: int, genera
             return Events(likelihood, found) if link == "quadrature" else Probit(likelihood, found)
         return Joint(likelihood, found) if found.joint else Probit(likelihood, found)
     if samples < 1:
-        raise LapwingError(f"asked for {samples} draws of the outputs; expected at least one.")
+        raise OptionError(f"asked for {samples} draws of the outputs; expected at least one.")
     return Sampled(likelihood, samples, generator)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.errors import LapwingError
+from lapwing.errors import LikelihoodError
 from lapwing.likelihoods import Categorical
 from lapwing.linalg import LinearMap
 from lapwing.posterior import Gaussian
@@ -41,7 +41,7 @@ def probabilities(posterior: Gaussian, linear: LinearMap, link: str = "probit") 
     """Class probabilities in closed form, for outputs [B, C]; `link` names one of `links.OF_CLASSES`."""
     found = link_for(Categorical(), link)
     if linear.value.dim() != 2:
-        raise LapwingError(
+        raise LikelihoodError(
             f"the outputs have shape {tuple(linear.value.shape)}; a closed form needs [batch, classes]. Use `draws`."
         )
     return found.of(*(moments if found.joint else variances)(posterior, linear))
