@@ -29,13 +29,14 @@ from lapwing.laplace.tasks import likelihood_of, noise_of
 from lapwing.laplace.weights import Weights, whole
 from lapwing.likelihoods import Categorical, Likelihood, Preference
 from lapwing.linalg import LinearMap
+from lapwing.linalg.autocast import outside_autocast
 from lapwing.linalg.psd import normal
 from lapwing.params import ParamSpace
 from lapwing.predictive import draws, network_draws
 from lapwing.serialize import compact
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
-from lapwing.tangent.inputs import map_tensors
+from lapwing.tangent.inputs import moved
 
 
 class BaseLaplace(Weights):
@@ -142,6 +143,7 @@ class BaseLaplace(Weights):
 
     # -- fitting -----------------------------------------------------------------------------------------------------
 
+    @outside_autocast
     def fit(
         self,
         train_loader: Iterable[Any],
@@ -196,6 +198,7 @@ class BaseLaplace(Weights):
 
     # -- predictions ---------------------------------------------------------------------------------------------------
 
+    @outside_autocast
     def linearise(self, x: Any) -> LinearMap:
         """The network at the inputs x, and its Jacobian as a linear map."""
         _ = self.space  # known before the first fit, except for a last layer that is still to be found
@@ -222,8 +225,9 @@ class BaseLaplace(Weights):
     def _inputs(self, x: Any) -> Any:
         if isinstance(x, Mapping):
             x = {key: value for key, value in x.items() if key != self.dict_key_y}
-        return map_tensors(lambda t: t.to(self._whole.device), x)
+        return moved(x, self._whole.device)
 
+    @outside_autocast
     def __call__(
         self,
         x: Any,
@@ -271,6 +275,7 @@ class BaseLaplace(Weights):
         """As calling the object."""
         return self(x, pred_type, link_approx=link_approx, n_samples=n_samples)
 
+    @outside_autocast
     def functional_samples(
         self,
         x: Any,
@@ -300,6 +305,7 @@ class BaseLaplace(Weights):
             noise = normal((count, *mean.shape), mean, generator)
             return mean + variance.sqrt() * noise
 
+    @outside_autocast
     def predictive_samples(
         self,
         x: Any,
@@ -332,6 +338,7 @@ class BaseLaplace(Weights):
 
     # -- tuning --------------------------------------------------------------------------------------------------------
 
+    @outside_autocast
     def optimize_prior_precision(
         self,
         pred_type: str = "glm",

@@ -14,7 +14,7 @@ from torch import Tensor
 from lapwing.errors import MissingKeyError
 from lapwing.estimate.passes import Wrapped, no_batch, one_shot
 from lapwing.evidence import GaussianFit
-from lapwing.tangent.inputs import map_tensors
+from lapwing.tangent.inputs import moved
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Pairs(Wrapped):
                     "to the name they have."
                 )
             batch = {key: value for key, value in batch.items() if key != self.key_y}, batch[self.key_y]
-        return map_tensors(lambda t: t.to(self.device), batch)
+        return moved(batch, self.device)
 
 
 @dataclass(frozen=True)

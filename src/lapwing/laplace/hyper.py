@@ -15,6 +15,7 @@ from torch import Tensor
 from lapwing.errors import CurvatureError, NotFittedError, OptionError, ParameterError
 from lapwing.evidence import Evidence, GaussianFit
 from lapwing.linalg import Curvature, Diagonal, Precision
+from lapwing.linalg.autocast import outside_autocast
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian
 from lapwing.priors import Prior
@@ -228,6 +229,7 @@ class HyperParameters:
         return self.evidence.precision(self.prior, self._sigma_noise, self._temperature)
 
     @property
+    @outside_autocast
     def posterior(self) -> Gaussian:
         """The Gaussian over the weights; kept until a hyper-parameter changes."""
         found = self._posterior  # read once: another thread may change a hyper-parameter
@@ -296,6 +298,7 @@ class HyperParameters:
         return self.prior.logdet()
 
     @property
+    @outside_autocast
     def log_det_posterior_precision(self) -> Float[Tensor, ""]:
         return self.precision.logdet()
 
@@ -303,6 +306,7 @@ class HyperParameters:
     def log_det_ratio(self) -> Float[Tensor, ""]:
         return self.log_det_posterior_precision - self.log_det_prior_precision
 
+    @outside_autocast
     def log_marginal_likelihood(
         self, prior_precision: float | int | Tensor | None = None, sigma_noise: float | int | Tensor | None = None
     ) -> Float[Tensor, ""]:
@@ -326,6 +330,7 @@ class HyperParameters:
             self._sigma_noise = self._sigma_noise.detach()
         return value
 
+    @outside_autocast
     def effective_parameters(self) -> Float[Tensor, " groups"]:
         """gamma per group of the prior: how many of its parameters the data determine."""
         with torch.no_grad():

@@ -16,6 +16,12 @@ def check_space(space: ParamSpace, model: nn.Module) -> None:
             "the model's parameters lie on meta, which holds no values; expected the device of the data. Use "
             "model.to_empty(device=...) and load its state."
         )
+    for name, parameter in named.items():
+        if parameter.is_inference():
+            raise ModelError(
+                f"parameter '{name}' was made in torch.inference_mode, where nothing can be differentiated; expected "
+                "an ordinary one. Make or load the model outside of it, or take copy.deepcopy(model) outside of it."
+            )
     for name, shape in zip(space.names, space.shapes, strict=True):
         if name not in named:
             raise ParameterError(

@@ -76,7 +76,8 @@ def batched_grad(
     pass at a time: vectorised, torch 2.13 has a wrong second derivative of group_norm for as many cotangents as points.
     """
     options = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
-    if len(cotangents) > 1 and together and not graph:
+    # anomaly mode looks for NaN in a way that vmap refuses, and prints where: then the passes one by one
+    if len(cotangents) > 1 and together and not graph and not torch.is_anomaly_enabled():
         try:
             with quiet():
                 return list(torch.autograd.grad((output,), inputs, (cotangents,), is_grads_batched=True, **options))

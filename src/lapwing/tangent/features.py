@@ -29,6 +29,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError
+from lapwing.linalg.autocast import outside_autocast
 from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, OuterRows, Piece, assemble, chunks
 from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import all_finite, batch_size, call, check_input, map_tensors, shape_key, take
@@ -112,6 +113,7 @@ class FeatureTangent:
         """The network to run: a private copy of the model, with the model's own parameters."""
         return private(self.model, self.evaluate)
 
+    @outside_autocast
     def at(self, x: Any) -> FeatureMap:
         """One forward pass at the inputs x."""
         with torch.inference_mode(False):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lapwing.errors import DataError, LapwingError, ModelError
 
@@ -70,6 +71,12 @@ def check_input(x: Any, device: torch.device) -> None:
     """On the model's device, and finite."""
     batch_size(x)
     for tensor in tensors(x):
+        if is_functorch_wrapped_tensor(tensor):
+            raise DataError(
+                "the input is a tensor inside torch.func (grad, vmap, jacrev or jvp), which a linearisation, itself "
+                "made of derivatives, cannot be followed through; expected a plain tensor. Give the whole batch at once "
+                "instead of vmap; for gradients in the inputs use enable_backprop=True and torch.autograd.grad."
+            )
         if tensor.device != device:
             raise ModelError(
                 f"the input lies on {tensor.device}, the model's parameters on {device}; expected one device. "
@@ -81,6 +88,17 @@ def check_input(x: Any, device: torch.device) -> None:
             raise DataError(
                 f"the input holds NaN or infinite values{point}; expected finite ones. Remove or impute them."
             )
+
+
+def moved(x: Any, device: torch.device) -> Any:
+    """The same data on a device."""
+    for tensor in tensors(x):
+        if tensor.is_meta and device.type != "meta":
+            raise DataError(
+                f"a tensor of shape {tuple(tensor.shape)} lies on meta, which holds no values; expected data, on any "
+                "other device. Look for torch.device('meta') where it is made."
+            )
+    return map_tensors(lambda t: t.to(device), x)
 
 
 def all_finite(tensor: Tensor) -> bool:

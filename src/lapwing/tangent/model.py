@@ -29,6 +29,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError, UnsupportedOperationError
+from lapwing.linalg.autocast import outside_autocast
 from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks, push, side_by_side
 from lapwing.params import ParamSpace
 from lapwing.tangent.checks import check_output, check_space, check_trainable
@@ -97,6 +98,7 @@ class Tangent:
         """The network to run: a private copy of the model, with the model's own parameters."""
         return private(self.model, self.evaluate)
 
+    @outside_autocast
     def at(self, x: Any) -> Linearisation:
         """One recorded forward pass at the inputs x."""
         with torch.inference_mode(False):
@@ -209,6 +211,7 @@ class Linearisation:
 
     # -- products --------------------------------------------------------------------------------------------------
 
+    @outside_autocast
     def mv(self, v: Float[Tensor, " params"]) -> Float[Tensor, "batch *out"]:
         """J v: J^T u is linear in u, and its derivative along v is J v. About two backward passes.
 
@@ -258,6 +261,7 @@ class Linearisation:
             (product,) = torch.autograd.grad(torch.stack(terms).sum(), u, retain_graph=True)
         return product.to(self.space.dtype)
 
+    @outside_autocast
     def rmv(self, u: Float[Tensor, "batch *out"]) -> Float[Tensor, " params"]:
         """J^T u summed over the batch: one backward pass."""
         if u.shape != self.output.shape:
@@ -323,6 +327,7 @@ class Linearisation:
         return [DenseRows(0, self.space.restrict(dense))]
 
     @torch.inference_mode(False)
+    @outside_autocast
     def _pull(self, cotangents: Tensor) -> list[Piece]:
         cotangents = cotangents.clone() if cotangents.is_inference() else cotangents
         with torch.set_grad_enabled(self.gate is not None):

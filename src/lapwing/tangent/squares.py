@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,10 +119,11 @@ def spelled_out(node: Node, given: Sequence[Tensor | None]) -> Squares:
 def _rows(node: Node, units: Tensor, number: int) -> Squares:
     """J^T u for a leading axis of cotangents of one output, summed over the slots that a value was given in."""
     empty: list[Tensor | None] = [None] * len(node.outs)
-    try:
-        with quiet():
+    pulled = None
+    if not torch.is_anomaly_enabled():  # see batched_grad
+        with suppress(RuntimeError), quiet():
             pulled = node.pull([*empty[:number], units, *empty[number + 1 :]], batched=True)
-    except RuntimeError:
+    if pulled is None:
         each = [node.pull([*empty[:number], unit, *empty[number + 1 :]]) for unit in units]
         pulled = [(values[0][0], torch.stack([grad for _, grad in values])) for values in zip(*each, strict=True)]
     held: dict[Value, Tensor] = {}
