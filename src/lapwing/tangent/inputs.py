@@ -74,8 +74,8 @@ def check_input(x: Any, device: torch.device) -> None:
         if is_functorch_wrapped_tensor(tensor):
             raise DataError(
                 "the input is a tensor inside torch.func (grad, vmap, jacrev or jvp), which a linearisation, itself "
-                "made of derivatives, cannot be followed through; expected a plain tensor. Give the whole batch at once "
-                "instead of vmap; for gradients in the inputs use enable_backprop=True and torch.autograd.grad."
+                "made of derivatives, cannot be followed through; expected a plain tensor. Give the whole batch at "
+                "once instead of vmap; for gradients in the inputs use enable_backprop=True and torch.autograd.grad."
             )
         if tensor.device != device:
             raise ModelError(
