@@ -64,12 +64,8 @@ def gradient(
         count, inside = len(start), free.clamp(low, high).exp()
         return prior.with_precisions(inside[:count]), inside[count] if noise_is_free else noise[0]
 
-    optimiser = torch.optim.LBFGS(
-        [free], max_iter=rounds, tolerance_grad=tolerance, tolerance_change=0, line_search_fn="strong_wolfe"
-    )
-
     def closure() -> float:
-        optimiser.zero_grad()
+        free.grad = None
         with torch.enable_grad():
             found, level = read()
             loss = -evidence.log_marginal(found, level, temperature)
@@ -83,19 +79,30 @@ def gradient(
         loss.backward()
         return float(loss.detach())
 
-    optimiser.step(closure)
-    closure()
-    assert free.grad is not None
-    at = free.detach()
-    held = (at <= low + NEAR) | (at >= high - NEAR)
-    rest = float(torch.where(held, 0.0, free.grad).abs().max()) if len(free) else 0.0
-    with torch.no_grad():
-        found, level = read()
-        value = evidence.log_marginal(found, level, temperature)
-    # the sum has terms as large as the targets are many, and its rounding hides slopes below this
-    terms = 1 + float(value.abs()) + (evidence.fit.targets if isinstance(evidence.fit, GaussianFit) else 0)
-    converged = rest <= max(100 * tolerance, torch.finfo(free.dtype).eps ** 0.5 * terms)
-    taken = int(optimiser.state[free].get("n_iter", 0))
+    taken = 0
+    while True:
+        # a line search that met a bound ends at the kink there: start anew inside, with no memory of the slope beyond
+        optimiser = torch.optim.LBFGS(
+            [free], max_iter=rounds - taken, tolerance_grad=tolerance, tolerance_change=0, line_search_fn="strong_wolfe"
+        )
+        before = free.detach().clone()
+        optimiser.step(closure)
+        taken += max(1, int(optimiser.state[free].get("n_iter", 0)))
+        with torch.no_grad():
+            free.clamp_(low, high)
+        closure()
+        assert free.grad is not None
+        at = free.detach()
+        held = ((at <= low + NEAR) & (free.grad > 0)) | ((at >= high - NEAR) & (free.grad < 0))
+        rest = float(torch.where(held, 0.0, free.grad).abs().max()) if len(free) else 0.0
+        with torch.no_grad():
+            found, level = read()
+            value = evidence.log_marginal(found, level, temperature)
+        # the sum has terms as large as the targets are many, and its rounding hides slopes below this
+        terms = 1 + float(value.abs()) + (evidence.fit.targets if isinstance(evidence.fit, GaussianFit) else 0)
+        converged = rest <= max(100 * tolerance, torch.finfo(free.dtype).eps ** 0.5 * terms)
+        if converged or taken >= rounds or torch.equal(at, before):
+            break
     return _checked(Tuned(_detached(found), level.detach(), value, converged, taken), "gradient")
 
 
