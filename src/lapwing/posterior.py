@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lapwing.errors import ParameterError
 from lapwing.linalg import LinearMap, Precision
-from lapwing.linalg.rows import DEFAULT_BUDGET, push
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +59,10 @@ class Gaussian:
 
     def joint_covariance(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs batch outputs"]:
         """Covariance between the outputs of all inputs; spells out J [B, C, P], so for small batches."""
-        rows = linear_map.rows()
-        return torch.einsum("b c p, d e p -> b c d e", rows, self.precision.solve(rows))
+        return self.precision.joint(linear_map.rows())
 
     def functional_draws(
         self, linear_map: LinearMap, n: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "n batch outputs"]:
         """n draws of J (theta - mean): a draw of the weights moves all inputs together, as it should."""
-        deltas = self.precision.draw(n, generator)
-        parts = [push(part.pieces(), deltas, DEFAULT_BUDGET) for part in linear_map.parts()]
-        return torch.cat(parts, dim=1)
+        return self.precision.functional_draws(linear_map, n, generator)

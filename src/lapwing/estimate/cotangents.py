@@ -5,6 +5,7 @@
     monte_carlo   gradients at targets drawn from the model: the Fisher in expectation, one pass per draw
     projections   S v with E[v v^T] = I: the same H as `exact` in expectation, one pass per draw
     empirical     gradients at the observed targets: the empirical Fisher
+    output_by_output(any of them)   the diagonal of what they sum to: one cotangent per output, along that output
 
 Each is a function (likelihood, f, y, generator) -> Columns.
 """
@@ -108,6 +109,26 @@ def projections(samples: int = 1, distribution: str = "rademacher") -> Cotangent
 def empirical(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
     """The gradient at the observed targets."""
     return Columns(1, lambda part: likelihood.grad(f, y).unsqueeze(0))
+
+
+def output_by_output(cotangents: Cotangents) -> Cotangents:
+    """sqrt(H_cc) e_c for every output c, in the order of the outputs, where H is what the `cotangents` sum to."""
+
+    def columns(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
+        squares = torch.zeros_like(f)
+        for column in cotangents(likelihood, f, y, generator).chunked(1):
+            squares = squares + column[0].square()
+        root = squares.sqrt().reshape(len(f), -1)
+
+        def take(part: slice) -> Tensor:
+            index = torch.arange(part.start, part.stop, device=f.device)
+            found = root.new_zeros(len(index), *root.shape)
+            found[index - part.start, :, index] = root[:, index].mT
+            return found.reshape(len(index), *f.shape)
+
+        return Columns(root.shape[1], take)
+
+    return columns
 
 
 def _square_root(likelihood: Likelihood, f: Tensor, root: Float[Tensor, "*lead C R"]) -> Columns:

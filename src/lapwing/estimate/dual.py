@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lapwing.errors import CurvatureError, DataError
 from lapwing.estimate.blocks import partition
-from lapwing.estimate.cotangents import Cotangents, exact
+from lapwing.estimate.cotangents import Cotangents, exact, output_by_output
 from lapwing.estimate.passes import Batches, pulled
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Dual, RowSet
-from lapwing.linalg.rows import DenseRows, Piece, rows_of
+from lapwing.linalg import Dual, Independent, RowSet
+from lapwing.linalg.rows import DenseRows, Piece, joined_cotangents, rows_of
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import batch_size, map_tensors, tensors
@@ -34,9 +34,46 @@ def dual(
     cotangents: Cotangents = exact,
     generator: torch.Generator | None = None,
     limit: int = LIMIT,
-) -> Dual:
-    """sum_n J_n^T H_n J_n as a `Dual`; `limit` is the largest number of rows, M, that is accepted."""
-    return Dual(RowSet.of(tangent.space.size, limited(tangent, likelihood, batches, cotangents, generator, limit)))
+    independent_outputs: bool = False,
+) -> Dual | Independent:
+    """sum_n J_n^T H_n J_n as a `Dual`; `limit` is the largest number of rows, M, that is accepted.
+
+    With `independent_outputs`, and more than one output, an `Independent` of one Gram matrix per output: covariances
+    between outputs are left out, and of H_n, which couples the classes of a softmax, the diagonal is taken. The C N^2
+    numbers in all Gram matrices may then be as many as those of `limit` rows.
+    """
+    if not independent_outputs:
+        return Dual(RowSet.of(tangent.space.size, limited(tangent, likelihood, batches, cotangents, generator, limit)))
+    parts = _of_all_outputs(tangent, likelihood, batches, cotangents, generator, limit)
+    whole = Dual(RowSet.of(tangent.space.size, parts))
+    return whole if {count for count, _ in whole.rows.shapes} == {1} else Independent(whole, whole.rows.shapes[0][0])
+
+
+def _of_all_outputs(
+    tangent: Tangent,
+    likelihood: Likelihood,
+    batches: Batches,
+    cotangents: Cotangents,
+    generator: torch.Generator | None,
+    limit: int,
+) -> Iterator[list[Piece]]:
+    """Rows of the data, batch by batch, one cotangent per output: chunks of them are put together again."""
+    chunks: list[list[Piece]] = []
+    points = 0
+    for batch in pulled(tangent, likelihood, batches, output_by_output(cotangents), generator):
+        if batch.first:
+            if chunks:
+                yield by_tensor(tangent.space, joined_cotangents(chunks))
+            chunks, outputs, points = [], batch.linearisation.outputs, points + batch.linearisation.batch
+            entries = outputs * points**2
+            if entries > limit**2:
+                raise CurvatureError(
+                    f"the first {points} data points make {outputs} Gram matrices of as many rows, which with their "
+                    f"decompositions take at least {4 * 8 * entries / 2**30:.3g} GiB; expected at most {limit**2} "
+                    "numbers in them. Use fewer data points (estimate.subset), a Kronecker structure, or raise `limit`."
+                )
+        chunks.append(batch.pieces)
+    yield by_tensor(tangent.space, joined_cotangents(chunks))
 
 
 def limited(

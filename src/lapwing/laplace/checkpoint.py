@@ -31,7 +31,7 @@ from lapwing.laplace.identity import difference, further, structure
 from lapwing.laplace.structures import RANDOM, AnyTangent
 from lapwing.laplace.words import code_of, text
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Curvature, Dual
+from lapwing.linalg import Curvature, Dual, Independent
 from lapwing.serialize import KINDS, pack, read, unpack, write
 from lapwing.serialize.files import AnyPath, check_writable, sha256
 from lapwing.tangent.features import FeatureTangent
@@ -189,11 +189,15 @@ def _check(laplace: BaseLaplace, generator: torch.Generator | None, every: int) 
 def _check_rows(laplace: BaseLaplace, total: Curvature) -> None:
     """The limit on rows is one of the whole, and each segment knows only its own."""
     limit = laplace.recipe.options.get("limit", LIMIT)
-    if isinstance(total, Dual) and total.rows.count > limit:
-        raise CurvatureError(
-            f"the data so far make {total.rows.count} rows; expected at most {limit}. Use fewer data points "
-            "(n_subset), a Kronecker structure, or raise `limit`."
-        )
+    if not isinstance(total, (Dual, Independent)) or total.entries <= limit**2:
+        return
+    if isinstance(total, Dual):
+        what = f"{total.rows.count} rows; expected at most {limit}"
+    else:
+        what = f"Gram matrices of {total.entries} numbers; expected at most those of {limit} rows, {limit**2}"
+    raise CurvatureError(
+        f"the data so far make {what}. Use fewer data points (n_subset), a Kronecker structure, or raise `limit`."
+    )
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from lapwing.errors import OptionError, ParameterError
 from lapwing.laplace.base import BaseLaplace
 from lapwing.laplace.data import Pairs
 from lapwing.laplace.last_layer import LLLaplace
-from lapwing.likelihoods import Likelihood
+from lapwing.laplace.tasks import likelihood_of
+from lapwing.likelihoods import Likelihood, Preference
 
 
 class FunctionalLaplace(BaseLaplace):
@@ -21,6 +22,13 @@ class FunctionalLaplace(BaseLaplace):
 
     Work grows with (data x outputs)^3, so `n_subset` may choose that many data points at random (`seed`); posterior
     and evidence are then those of the subset. None takes all data.
+
+    `independent_outputs=True` leaves out the covariances between outputs: a Gaussian process for each, with the Gram
+    matrix [data, data] of that output alone. Work then grows with outputs x data^3. Of the likelihood's Hessian, which
+    couples the classes of a softmax, the diagonal is taken. Predicted covariances are diagonal, functions of different
+    outputs are drawn independently, and the evidence has the sum over outputs of log det(I + K). Every output then has
+    a posterior of its own over the weights: there is no one Gaussian, and `sample`, `posterior_variance`, `log_prob`
+    and pred_type="nn" are refused. With one output nothing changes.
     """
 
     structure: ClassVar[str] = "gp"
@@ -45,13 +53,15 @@ class FunctionalLaplace(BaseLaplace):
         **options: Any,
     ) -> None:
         if independent_outputs:
-            raise OptionError(
-                "independent_outputs=True leaves out the covariance between outputs; expected False. The Gram matrices "
-                "are formed layer by layer, which makes the exact kernel affordable; use n_subset for many data."
-            )
+            if isinstance(likelihood_of(likelihood)[0], Preference):
+                raise OptionError(
+                    "independent_outputs=True was given for preferences, whose two outputs are rewards of one "
+                    "function; expected False. Leave it out."
+                )
+            options["independent_outputs"] = True
         if n_subset is not None and n_subset < 1:
             raise ParameterError(f"n_subset is {n_subset}; expected a number of data points >= 1, or None for all.")
-        self.n_subset, self.seed = n_subset, seed
+        self.n_subset, self.seed, self.independent_outputs = n_subset, seed, independent_outputs
         super().__init__(
             model=model,
             likelihood=likelihood,

@@ -16,7 +16,7 @@ from torch import Tensor
 from lapwing.errors import DataError, ParameterError, StorageError
 from lapwing.evidence import GaussianFit
 from lapwing.laplace.hyper import Fitted
-from lapwing.linalg import Curvature
+from lapwing.linalg import Curvature, Independent
 from lapwing.serialize import pack, unpack
 from lapwing.tangent.features import FeatureTangent
 
@@ -108,6 +108,13 @@ def load(laplace: BaseLaplace, state: Mapping[str, Any]) -> tuple[dict[str, Tens
         if name.startswith("curvature.")
     }
     curvature = unpack(json.loads(state["structure"]), tensors)
+    independent = bool(laplace.recipe.options.get("independent_outputs", False))
+    shape = torch.Size(json.loads(state["output_shape"]))
+    if isinstance(curvature, Independent) != (independent and shape.numel() > 1):
+        raise ParameterError(
+            f"the state has independent_outputs={not independent} and this posterior {independent}; expected the same. "
+            "Build the posterior as it was when the state was taken."
+        )
     mean = state["mean"].to(device)
     if mean.dtype != dtype:
         raise ParameterError(
@@ -116,7 +123,6 @@ def load(laplace: BaseLaplace, state: Mapping[str, Any]) -> tuple[dict[str, Tens
         )
     fit = state.get("log_likelihood")
     fit = GaussianFit(int(state["targets"]), state["squares"].to(device)) if fit is None else fit.to(device)
-    shape = torch.Size(json.loads(state["output_shape"]))
     return hyper, Fitted(curvature, mean, fit, int(state["n_data"]), shape)
 
 
@@ -145,7 +151,8 @@ def check_curvature(laplace: BaseLaplace) -> None:
     found, size = laplace._fitted.curvature, laplace.space.size
     if not isinstance(found, Curvature) or found.size != size:
         raise StorageError(f"there is no curvature of {size} parameters; expected one.")
-    if found.mv(laplace._fitted.mean).shape != (size,):
+    matrix = found.whole if isinstance(found, Independent) else found
+    if matrix.mv(laplace._fitted.mean).shape != (size,):
         raise StorageError("the parts of the curvature do not fit together; expected a square matrix.")
 
 

@@ -56,7 +56,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "mixed_diag": ("columns", "exact_bottleneck"),
     "blocks": ("by",),
     "lowrank": ("rank",),
-    "gp": ("limit",),
+    "gp": ("limit", "independent_outputs"),
 }
 _HESSIAN = {"full": "full", "diag": "diagonal", "blocks": "blocks"}
 FEW = 4

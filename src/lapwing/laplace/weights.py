@@ -66,8 +66,8 @@ class Weights(HyperParameters):
     def functional_covariance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "all all"]:
         """J Sigma J^T over all data points and outputs, [B C, B C]."""
         self.space.check(Js)
-        flat = Js.flatten(0, -2)
-        return flat @ self.posterior.precision.solve(flat).mT
+        size = Js.shape[0] * Js.shape[1]
+        return self.posterior.precision.joint(Js).reshape(size, size)
 
 
 def whole(n: int) -> int:

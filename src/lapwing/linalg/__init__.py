@@ -8,6 +8,7 @@ from lapwing.linalg.dual_precision import DualPrecision
 from lapwing.linalg.eigenbasis import Kronecker, KroneckerSum
 from lapwing.linalg.ekfac import CorrectedKronecker, EigenColumns
 from lapwing.linalg.factors import Term, nearest_kronecker
+from lapwing.linalg.independent import Independent, IndependentPrecision
 from lapwing.linalg.kronecker_precision import KroneckerPrecision
 from lapwing.linalg.low_rank import LowRank
 from lapwing.linalg.psd import Curvature, LinearMap, Precision
@@ -29,6 +30,8 @@ __all__ = [
     "DualPrecision",
     "EigenColumns",
     "EigenPrecision",
+    "Independent",
+    "IndependentPrecision",
     "Kronecker",
     "KroneckerPrecision",
     "KroneckerSum",

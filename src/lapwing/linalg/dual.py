@@ -58,10 +58,17 @@ class Dual(Curvature):
     rows: RowSet
     roots: Float[Tensor, " m"] | None = None
     multiple: Multiple[Dual] | None = field(default=None, repr=False)
+    sharing: int = field(default=1, repr=False)
+    """How many curvatures there are that keep their Gram matrices at the same time, and share `KEPT`."""
 
     @property
     def size(self) -> int:
         return self.rows.size
+
+    @property
+    def entries(self) -> int:
+        """Numbers in the Gram matrix."""
+        return self.rows.count**2
 
     @property
     def scale(self) -> Float[Tensor, ""]:
@@ -78,7 +85,7 @@ class Dual(Curvature):
 
     def __mul__(self, scale: float | int | Tensor) -> Dual:
         scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
-        return Dual(self.rows, self.roots, Multiple(root.of, root.scale * scale))
+        return Dual(self.rows, self.roots, Multiple(root.of, root.scale * scale), self.sharing)
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         flat = v.reshape(-1, self.size).double()
@@ -103,7 +110,7 @@ class Dual(Curvature):
     @cached_property
     def block_grams(self) -> Float[Tensor, "blocks m m"] | None:
         """The same by block, if they are not too large to keep."""
-        if len(self.rows.blocks) * self.rows.count**2 * 8 > KEPT:
+        if self.sharing * len(self.rows.blocks) * self.entries * 8 > KEPT:
             return None
         return torch.stack([self._between(gram) for gram in self.rows.block_grams(self.rows.stacks)])
 

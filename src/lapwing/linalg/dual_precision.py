@@ -60,8 +60,11 @@ class DualPrecision(Precision):
         return (theta - self.weight * self.rows.pull(seen * root)).to(self.rows.dtype)
 
     def logdet(self) -> Float[Tensor, ""]:
-        prior = self.weight.log().sum() * (self.size if self.weight.dim() == 0 else 1)
-        return (self.core.logdet() - prior).to(self.rows.dtype)
+        return (self.core.logdet() + self.prior_logdet()).to(self.rows.dtype)
+
+    def prior_logdet(self) -> Float[Tensor, ""]:
+        """log det D, in float64."""
+        return -self.weight.log().sum() * (self.size if self.weight.dim() == 0 else 1)
 
     def variance(self) -> Float[Tensor, " params"]:
         inverse = self.core.solve(torch.diag(self.roots)) * self.roots

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError, LapwingWarning
-from lapwing.linalg.rows import Piece
+from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, push
 
 
 @runtime_checkable
@@ -167,6 +167,18 @@ class Precision(ABC):
     def covariance(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs outputs"]:
         """J precision^-1 J^T of every input: the functional covariance, without [B, C, P]."""
         return torch.cat([self.quadratic(part.pieces()) for part in linear_map.parts()])
+
+    def joint(self, rows: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "batch outputs batch outputs"]:
+        """J precision^-1 J^T between the outputs of all inputs, for rows that are spelled out."""
+        return torch.einsum("b c p, d e p -> b c d e", rows, self.solve(rows))
+
+    def functional_draws(
+        self, linear_map: LinearMap, n: int, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "n batch outputs"]:
+        """n draws of J v, v ~ N(0, precision^-1): a draw of the weights moves all inputs together, as it should."""
+        deltas = self.draw(n, generator)
+        parts = [push(part.pieces(), deltas, DEFAULT_BUDGET) for part in linear_map.parts()]
+        return torch.cat(parts, dim=1)
 
     def inverse_trace(self, groups: Int[Tensor, " params"] | None = None) -> Float[Tensor, " groups"]:
         """Trace of the inverse, per group of parameters (group numbers 0..k as from `ParamSpace.groups`)."""

@@ -264,6 +264,26 @@ def rows_of(piece: Piece) -> tuple[int, int]:
     return values.shape[0], values.shape[1]
 
 
+def of_cotangent(piece: Piece, number: int) -> Piece:
+    """The rows of one cotangent, R = 1: a view."""
+    own = slice(number, number + 1)
+    if isinstance(piece, DenseRows):
+        return replace(piece, values=piece.values[own])
+    return replace(piece, left=piece.left[own])
+
+
+def joined_cotangents(chunks: Sequence[Sequence[Piece]]) -> list[Piece]:
+    """Rows of the same data points for several chunks of cotangents, as one."""
+    if len(chunks) == 1:
+        return list(chunks[0])
+    found: list[Piece] = []
+    for same in zip(*chunks, strict=True):
+        first = same[0]
+        values = torch.cat([piece.values if isinstance(piece, DenseRows) else piece.left for piece in same])
+        found.append(replace(first, **{"values" if isinstance(first, DenseRows) else "left": values}))
+    return found
+
+
 def assemble(pieces: Sequence[Piece], size: int, rows: slice) -> Float[Tensor, "r n size"]:
     """The rows spelled out: [R, n, size] for the data points in `rows`. The caller keeps n within a budget."""
     first = pieces[0]

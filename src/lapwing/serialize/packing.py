@@ -53,6 +53,7 @@ register(
     rows.DenseRows,
     low_rank.LowRank,
     dual.Dual,
+    linalg.Independent,
     row_set.RowSet,
     GaussianFit,
     likelihoods.Bernoulli,
@@ -85,7 +86,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         parts = {
             each.name: _pack(getattr(value, each.name), _join(path, each.name), tensors)
             for each in fields(value)
-            if each.init and each.name != "multiple"
+            if each.init and each.name not in ("multiple", "sharing")
         }
         return {"kind": type(value).__name__, "fields": parts}
     raise DataError(
