@@ -11,6 +11,7 @@ from torch.distributions import MultivariateNormal
 
 from lapwing import Laplace
 from lapwing.laplace import BaseLaplace
+from lapwing.linalg import Precision
 
 N, D, SIGMA, PRECISION = 40, 3, 0.4, 1.5
 # A diagonal posterior is exact where the columns of the design are orthogonal.
@@ -162,3 +163,22 @@ def test_temperature_divides_log_likelihood_and_curvature() -> None:
     expected = linear.fitted("full").H / (2 * SIGMA**2) + PRECISION * torch.eye(D + 1, dtype=torch.float64)
     close(warm.posterior_precision, expected)
     close(warm.log_likelihood, linear.fitted("full").log_likelihood / 2)
+
+
+def test_a_posterior_is_not_kept_for_numbers_that_changed_while_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when another thread sets the prior precision in the middle of a prediction."""
+    model = nn.Linear(2, 1).double()
+    la = Laplace(model, "regression", "all", "full")
+    la.fit([(torch.randn(9, 2).double(), torch.randn(9, 1).double())])
+    plain = type(la).precision
+
+    def slow(self: BaseLaplace) -> Precision:
+        found = plain.fget(self)
+        monkeypatch.undo()
+        la.prior_precision = 100.0
+        return found
+
+    monkeypatch.setattr(type(la), "precision", property(slow))
+    _ = la.posterior
+    expected = torch.linalg.inv(la.H + 100 * torch.eye(3).double()).diagonal()
+    torch.testing.assert_close(la.posterior_variance, expected)

@@ -98,7 +98,7 @@ class HyperParameters:
     ) -> None:
         self._fitted: Fitted | None = None
         self._space: ParamSpace | None = None
-        self._posterior: Gaussian | None = None
+        self._posterior: tuple[tuple, Gaussian] | None = None
         self.sigma_noise = sigma_noise
         self.prior_precision = prior_precision
         self.prior_mean = prior_mean
@@ -232,10 +232,14 @@ class HyperParameters:
     @outside_autocast
     def posterior(self) -> Gaussian:
         """The Gaussian over the weights; kept until a hyper-parameter changes."""
-        found = self._posterior  # read once: another thread may change a hyper-parameter
-        if found is None:
-            with torch.inference_mode(False), torch.no_grad():
-                found = self._posterior = Gaussian(self.fitted.mean, self.precision)
+        # kept with what it was made of: another thread may change a hyper-parameter meanwhile
+        made_of = (self._fitted, self._prior_precision, self._sigma_noise, self._temperature)
+        kept = self._posterior
+        if kept is not None and all(a is b for a, b in zip(kept[0], made_of, strict=True)):
+            return kept[1]
+        with torch.inference_mode(False), torch.no_grad():
+            found = Gaussian(self.fitted.mean, self.precision)
+        self._posterior = made_of, found
         return found
 
     @property
