@@ -11,6 +11,10 @@ python := $(VENV)/bin/python
 stamp := $(VENV)/.installed
 peers_stamp := $(PEERS)/.installed
 LOWEST ?= .venv-lowest
+NETWORKS ?= .venv-networks
+networks_stamp := $(NETWORKS)/.installed
+# Packages whose networks are tried. timm is not among them: it needs torchvision.
+networks := transformers vit-pytorch x-transformers einops monai pytorchcv diffusers torch_geometric peft torch==2.13.0
 # Peers of the benchmarks. They live in a venv of their own, so that nothing of theirs can leak into the checks.
 peers := laplace-torch==0.3 curvlinops-for-pytorch backpack-for-pytorch asdfghjkl torch==2.13.0
 # Files that begin with an underscore are shared by the benchmarks and are none themselves; uci.py has no peer, needs the
@@ -20,7 +24,7 @@ benchmarks = $(sort $(filter-out benchmarks/_% benchmarks/uci.py,$(wildcard benc
 export MPLBACKEND ?= Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lowest package slow lint style types imports peers bench experiments clean
+.PHONY: help install demo test lowest package slow lint style types imports peers networks bench experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +78,16 @@ $(peers_stamp): pyproject.toml
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(peers) -e .
 	$(PEERS)/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
+networks: $(networks_stamp) ## other packages' networks against brute force, in .venv-networks; counts per structure
+	HF_HUB_OFFLINE=1 $(NETWORKS)/bin/python -m pytest -n $(WORKERS) --tb=short tests/networks
+
+# torchvision comes along here too.
+$(networks_stamp): pyproject.toml
+	test -x $(NETWORKS)/bin/python || $(PYTHON) -m venv $(NETWORKS)
+	$(NETWORKS)/bin/python -m pip install --quiet --disable-pip-version-check $(networks) -e ".[test]"
+	$(NETWORKS)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 bench: $(peers_stamp) ## run every benchmark from a clone of the last commit, peers measured in the same run

@@ -146,7 +146,7 @@ def _square_root(likelihood: Likelihood, f: Tensor, root: Float[Tensor, "*lead C
             spread = root.new_zeros(len(index), batch, places, classes)
             spread[index - part.start, :, place] = flat[:, place, :, column]
             columns = spread.reshape(len(index), batch, *positions, classes)
-        if columns.dim() == 1 + f.dim() and columns.shape[1:] == f.shape:
+        if f.dim() == 2:  # of more axes, sizes do not tell which one holds the classes
             return columns
         return torch.stack([likelihood.from_last(column, f.shape) for column in columns])
 

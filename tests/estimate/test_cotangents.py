@@ -1,0 +1,32 @@
+"""Columns at the outputs have the layout of the outputs, also where every axis has the same size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import oracle
+from lapwing import Laplace
+from lapwing.likelihoods import Categorical, Likelihood
+
+CUBES: dict[str, tuple[nn.Module, tuple[int, ...], Likelihood]] = {
+    "two classes on two by two pixels": (nn.Conv2d(1, 2, 1), (3, 1, 2, 2), Categorical()),
+    "three classes at three times": (nn.Conv1d(1, 3, 1), (3, 1, 3), Categorical(class_axis=1)),
+    "three classes last": (nn.Linear(2, 3), (3, 3, 2), Categorical()),
+}
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+@pytest.mark.parametrize("name", CUBES)
+def test_as_many_classes_as_positions_along_every_axis(name: str, structure: str) -> None:
+    """The class axis is known by its place; its size says nothing."""
+    torch.manual_seed(0)
+    model, shape, likelihood = CUBES[name]
+    model, x = model.double(), torch.randn(shape).double()
+    last = likelihood.to_last(model(x))
+    y = torch.randint(last.shape[-1], last.shape[:-1])
+    la = Laplace(model, likelihood, "all", structure)
+    la.fit([(x, y)])
+    matrix = oracle.ggn(model, likelihood, x, y)
+    torch.testing.assert_close(la.H, matrix if structure == "full" else matrix.diagonal(), rtol=1e-9, atol=1e-12)
