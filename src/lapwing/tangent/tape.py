@@ -243,6 +243,9 @@ class TapeRecorder(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             with self:
                 return attention(*args, **kwargs)
+        if func is torch._scaled_dot_product_attention_math:  # what a recorder of uses, inside this one, calls instead
+            with self:
+                return attention(*args, **kwargs), None
         if can_unroll(func, args):
             with self:
                 return unrolled(func, args, kwargs, _as_it_is)
