@@ -283,13 +283,14 @@ def check_rank(values: Float[Tensor, "*batch p"], delta: Tensor, what: str, powe
     """Where the prior is zero the curvature alone must have full rank, whatever sign rounding gives to its zeros.
 
     An eigenvalue counts as zero up to `rounding` times the largest (to a `power`, where eigenvalues are sums of squares
-    of rotated rows): decided by the sign alone, half of all singular matrices would pass.
+    of rotated rows): decided by the sign alone, half of all singular matrices would pass. One that is clearly negative
+    is left to `check_positive`, which says so.
     """
     if bool((delta != 0).all()):
         return
     tolerance = rounding(values) ** power
     largest, smallest = values.detach().amax(-1), values.detach().amin(-1)
-    if bool((smallest <= tolerance * largest).any()):
+    if bool((smallest.abs() <= tolerance * largest).any()):
         raise CurvatureError(
             f"the prior precision is 0 and {what} is not positive definite without it: its eigenvalues go down to "
             f"{float(smallest.min()):.3g}, which beside {float(largest.max()):.3g} is zero to rounding (a relative "
