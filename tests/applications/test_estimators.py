@@ -39,6 +39,7 @@ def line(rows: int = 60) -> tuple[np.ndarray, np.ndarray]:
 # -- regression -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_units_are_those_of_the_target() -> None:
     X, y = line(200)
     found = LaplaceRegressor(width=10, depth=1, epochs=100, random_state=0).fit(X, y)
@@ -50,6 +51,7 @@ def test_units_are_those_of_the_target() -> None:
     np.testing.assert_allclose(found.predict(X), mean)
 
 
+@pytest.mark.slow
 def test_noise_that_varies() -> None:
     """Deviation 0.2 on the left and 2 on the right, where X_0 changes sign."""
     random = np.random.default_rng(0)
@@ -89,7 +91,7 @@ def test_scaling_the_data_scales_the_answer() -> None:
     assert second.log_marginal_likelihood_ == pytest.approx(first.log_marginal_likelihood_ - shift, rel=1e-4)
 
 
-@pytest.mark.parametrize("scale", [1e-300, 1e200, 1e300])
+@pytest.mark.parametrize("scale", [1e-300, pytest.param(1e200, marks=pytest.mark.slow), 1e300])
 def test_no_scale_is_too_large_or_small(scale: float) -> None:
     X, y = line()
     made = LaplaceRegressor(**SMALL | {"epochs": 3})
@@ -212,6 +214,7 @@ def test_a_pickle_of_many_classes_with_a_sampled_curvature() -> None:
     np.testing.assert_array_equal(again.predict_proba(X), found.predict_proba(X))
 
 
+@pytest.mark.slow
 def test_an_unseeded_estimator_differs_from_fit_to_fit_and_a_seeded_one_does_not() -> None:
     X, y = line()
     options = SMALL | {"random_state": None}
@@ -231,6 +234,7 @@ def test_names_of_columns_are_kept() -> None:
     assert found.n_features_in_ == 2
 
 
+@pytest.mark.slow
 def test_a_pipeline_and_a_grid_search() -> None:
     X, y = line(60)
     pipe = make_pipeline(PolynomialFeatures(2), StandardScaler(), LaplaceRegressor(**SMALL))

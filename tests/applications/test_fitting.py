@@ -217,6 +217,7 @@ def springs(rows: int, seed: int = 0) -> pd.DataFrame:
     return pd.DataFrame({"load": load, "worn": worn, "length": load + random.normal(0, np.where(worn, 8, 1))})
 
 
+@pytest.mark.slow
 def test_noise_that_varies_is_found_where_there_is_some() -> None:
     varying = fit_table(springs(500), "length", epochs=60, spec=SMALL)
     assert varying.spec.varying

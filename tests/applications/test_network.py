@@ -299,6 +299,7 @@ def test_hard_data_give_finite_error_bars(name: str, task: str) -> None:
     assert bool(torch.isfinite(la.log_marginal_likelihood()))
 
 
+@pytest.mark.slow
 def test_targets_that_are_noise_get_the_mean_and_their_own_spread() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(200, 5, generator=generator), torch.randn(200, generator=generator)

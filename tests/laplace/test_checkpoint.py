@@ -483,6 +483,7 @@ def run(path: Path, out: Path, kill_at: int | None) -> list[bytes]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="kill -9 is of Unix")
 def test_a_fit_that_is_killed_again_and_again(tmp_path: Path) -> None:
     path, out = tmp_path / "c", tmp_path / "out"

@@ -40,10 +40,10 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 
 
 def visible(text: str, lines: bool = False) -> str:
-    """Text of the user with its control characters written out; with `lines` newlines and tabs are kept.
+    r"""Text of the user with its control characters written out; with `lines` newlines and tabs are kept.
 
     >>> print(visible("\x1b[2Jred\nalert"))
-    \\x1b[2Jred\\nalert
+    \x1b[2Jred\nalert
     """
     found = CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     return found if lines else found.replace("\n", "\\n").replace("\t", "\\t")
