@@ -56,8 +56,8 @@ lowest: ## tests with the lowest versions that pyproject.toml claims, in a venv 
 package: $(stamp) ## build sdist and wheel, install each into an empty venv and import it
 	VENV=$(VENV) .ci/package
 
-slow: $(stamp) ## tests that take long: a million rows, real data, peers beside us
-	$(python) -m pytest -m slow
+slow: $(stamp) networks ## tests that take long: a million rows, real data, peers beside us, other packages' networks
+	$(python) -m pytest -n $(WORKERS) -m slow
 
 lint: style types imports ## style, types and the direction of imports
 

@@ -175,6 +175,7 @@ def plain_net() -> Net:
 
 SPELLINGS = {
     "x @ w": (lambda w, x: x @ w, lambda w: w.T, (1, 0)),
+    "x @ w, broadcast over the batch": (lambda w, x: x @ w, lambda w: w.T.unsqueeze(0), (2, 1, 0)),
     "matmul(x, w.T)": (lambda w, x: torch.matmul(x, w.T), lambda w: w, None),
     "w @ x.mT": (lambda w, x: (w @ x.mT).mT, lambda w: w, None),
     "einsum": (lambda w, x: torch.einsum("bti,io->bto", x, w), lambda w: w.T, (1, 0)),

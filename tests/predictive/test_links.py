@@ -91,3 +91,30 @@ def test_bridge_maps_a_dirichlet_to_itself() -> None:
     # singular along (1, 1, 1), as the logits sum to zero: what is added there is conditioned away again
     found = dirichlet(mean, covariance + 1.0)
     torch.testing.assert_close(found, alpha, rtol=1e-9, atol=0)
+
+
+def conditioned(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variances of one Gaussian, given that its entries sum to zero: in a basis of the plane, by precisions."""
+    classes = len(mean)
+    basis = torch.linalg.svd(torch.ones(1, classes, dtype=mean.dtype)).Vh[1:].T
+    precision = torch.linalg.inv(covariance)
+    inside = torch.linalg.inv(basis.T @ precision @ basis)
+    return basis @ inside @ basis.T @ precision @ mean, (basis @ inside @ basis.T).diagonal()
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("classes", [2, 3, 10])
+def test_bridge_conditions_logits_that_are_correlated_and_of_any_sum(classes: int, normalise: bool) -> None:
+    """Hobbhahn et al., entry by entry; normalised, every logit is divided by the root of what scales the variance."""
+    mean, covariance = random_logits(classes, 1.5)
+    found = dirichlet(mean, covariance, normalise)
+    for row in range(len(mean)):
+        mu, variance = conditioned(mean[row], covariance[row])
+        if normalise:
+            factor = (classes / 2) ** 0.5 / variance.mean()
+            mu, variance = mu * factor.sqrt(), variance * factor
+        others = sum(torch.exp(-each) for each in mu)
+        expected = [
+            (1 - 2 / classes + torch.exp(m) * others / classes**2) / v for m, v in zip(mu, variance, strict=True)
+        ]
+        torch.testing.assert_close(found[row], torch.stack(expected), rtol=1e-9, atol=0)

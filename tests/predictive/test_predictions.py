@@ -122,6 +122,18 @@ def test_an_exception_in_the_network_leaves_the_model_alone(classifier) -> None:
         network_draws(posterior, tangent, x[:, :2], 2, torch.Generator().manual_seed(0))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # that TorchScript is old
+def test_parameters_of_a_scripted_module_cannot_be_exchanged() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.Tanh()))
+    for model, named in ((scripted, "the model is"), (nn.Sequential(scripted, nn.Linear(4, 2)), "^0 is")):
+        tangent, x = Tangent(model), torch.randn(5, 3)
+        curvature = estimate.diagonal(tangent, GaussianLikelihood(), [(x, torch.zeros_like(model(x)))])
+        posterior = Gaussian(tangent.space.values(model), curvature.with_prior(1.0))
+        assert moments(posterior, tangent.at(x))[0].shape == model(x).shape
+        with unchanged(model), pytest.raises(ModelError, match=rf"{named} a scripted module.*expected.*pred_type='glm'"):
+            network_draws(posterior, tangent, x, 2, torch.Generator().manual_seed(0))
+
+
 def test_images_keep_their_shape() -> None:
     torch.manual_seed(0)
     model = nn.Conv2d(1, 2, 3, padding=1).double()

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from lapwing.errors import LapwingError
+from lapwing.errors import LapwingError, ModelError
 from lapwing.linalg.rows import chunks
 from lapwing.posterior import Gaussian
 from lapwing.tangent import Tangent
@@ -41,6 +41,7 @@ def network_draws(
     """
     check_input(x, tangent.space.device)
     caller, space = Called(tangent.network()), tangent.space
+    _refuse_scripted(caller)
 
     def run(named: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(caller, named, (x,)).to(space.dtype)
@@ -58,6 +59,17 @@ def network_draws(
             named = _named(tangent, posterior.sample(part.stop - part.start, generator))
             out.append(torch.vmap(run)(named) if together else _in_turn(run, named))
     return torch.cat(out)
+
+
+def _refuse_scripted(caller: nn.Module) -> None:
+    """TorchScript keeps its parameters where no other tensor can be put in their place."""
+    for name, module in caller.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ModelError(
+                f"{name.removeprefix('model').lstrip('.') or 'the model'} is a scripted module, and its parameters cannot "
+                "be exchanged for sampled ones; expected modules of Python. Use pred_type='glm', or the model as it was "
+                "before torch.jit.script or torch.jit.trace."
+            )
 
 
 def _named(tangent: Tangent, theta: Float[Tensor, "n params"]) -> dict[str, Float[Tensor, "n *shape"]]:
