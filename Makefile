@@ -6,6 +6,8 @@ VENV ?= .venv
 PEERS ?= .venv-peers
 # Processes that share the tests.
 WORKERS ?= 2
+# Cases whose every call has its shapes checked: some, or all.
+SHAPES ?= some
 
 python := $(VENV)/bin/python
 stamp := $(VENV)/.installed
@@ -45,7 +47,7 @@ demo: $(stamp) ## two data sets from table to report in a minute; writes build/d
 	$(VENV)/bin/lapwing demo --out build/demo --picture $(PICTURE)
 
 test: $(stamp) ## tests and doctests, warnings are errors; without those marked slow
-	$(python) -m pytest -n $(WORKERS) -m "not slow"
+	$(python) -m pytest -n $(WORKERS) -m "not slow" --shapes=$(SHAPES)
 
 lowest: ## tests with the lowest versions that pyproject.toml claims, in a venv of their own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
@@ -57,7 +59,7 @@ package: $(stamp) ## build sdist and wheel, install each into an empty venv and 
 	VENV=$(VENV) .ci/package
 
 slow: $(stamp) networks ## tests that take long: a million rows, real data, peers beside us, other packages' networks
-	$(python) -m pytest -n $(WORKERS) -m slow
+	$(python) -m pytest -n $(WORKERS) -m slow --shapes=$(SHAPES)
 
 lint: style types imports ## style, types and the direction of imports
 

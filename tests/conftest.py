@@ -1,18 +1,39 @@
 """Settings of the whole suite: one thread, and no state that one test leaves to the next.
 
 Shapes are checked because `pyproject.toml` passes `--jaxtyping-packages`, which instruments `lapwing` before this
-file is read. Randomness that a test is about arrives as a `torch.Generator` with its seed in the test; the global
+file is read. The check of every call takes two fifths of the suite's time, and the hundredth case of a test meets the
+annotations of its first: it is on for tests without cases, for the first two cases of the others and for every eighth
+after them, and for all with `--shapes=all`. Randomness that a test is about arrives as a `torch.Generator` with its seed in the test; the global
 generator is reset before each test only because `torch.nn` initialises weights from it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
+import jaxtyping
 import pytest
 import torch
 
 torch.set_num_threads(1)  # tensors of a few entries: on two busy cores, two threads took four times as long
+
+
+SHAPES = pytest.StashKey[bool]()
+"""Whether the shapes of a test are checked."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shapes", choices=("some", "all"), default="some", help="tests whose every call is checked")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose by place among the cases of a test, so that every worker, and every run, chooses the same."""
+    every, cases = config.getoption("shapes") == "all", Counter[str]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        item.stash[SHAPES] = every or cases[test] < 2 or cases[test] % 8 == 0
+        cases[test] += 1
 
 
 @pytest.fixture
@@ -22,9 +43,11 @@ def generator() -> torch.Generator:
 
 
 @pytest.fixture(autouse=True)
-def _global_state() -> Iterator[None]:
-    """Start every test from the same global generator, and give the default dtype back after it."""
+def _global_state(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start every test from the same global generator; give the default dtype and the check of shapes back after it."""
     dtype = torch.get_default_dtype()
     torch.manual_seed(0)
+    jaxtyping.config.update("jaxtyping_disable", not request.node.stash[SHAPES])
     yield
+    jaxtyping.config.update("jaxtyping_disable", False)
     torch.set_default_dtype(dtype)
