@@ -1,10 +1,12 @@
 """Settings of the whole suite: one thread, and no state that one test leaves to the next.
 
 Shapes are checked because `pyproject.toml` passes `--jaxtyping-packages`, which instruments `lapwing` before this
-file is read. The check of every call takes two fifths of the suite's time, and the hundredth case of a test meets the
-annotations of its first: it is on for tests without cases, for the first two cases of the others and for every eighth
-after them, and for all with `--shapes=all`. Randomness that a test is about arrives as a `torch.Generator` with its seed in the test; the global
-generator is reset before each test only because `torch.nn` initialises weights from it.
+file is read. To check every call takes two fifths of the suite's time, and the hundredth case of a test meets the
+annotations of its first: the check is on for tests without cases, for the first two cases of the others and every
+eighth after them, and for all with `--shapes=all`.
+
+Randomness that a test is about arrives as a `torch.Generator` with its seed in the test; the global generator is reset
+before each test only because `torch.nn` initialises weights from it.
 """
 
 from __future__ import annotations
