@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,9 +16,10 @@ import torch
 
 from lapwing.applications.bundle import Bundle
 from lapwing.applications.fitting import fit_table
+from lapwing.applications.inspecting import inspected, lines
 from lapwing.applications.network import Spec
 from lapwing.applications.writing import write_predictions
-from lapwing.errors import DataError, StorageError
+from lapwing.errors import DataError, LapwingError, StorageError
 from lapwing.serialize.files import read, write
 
 
@@ -223,17 +225,21 @@ def test_an_older_bundle_is_read() -> None:
     )
 
 
-def test_whatever_a_description_holds_is_read_or_refused_with_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_description_holds_is_of_use_or_refused_with_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, stored = read(OLDER)
-    refused = 0
+    refused, rows = 0, table(3)
     for number, path in enumerate(list(places(stored))[1:]):
         for new in (STRANGE[number % 15], STRANGE[(number + 5) % 15]):
             changed = put(stored, path, new)
             monkeypatch.setattr("lapwing.applications.bundle.read", lambda _, changed=changed: (dict(tensors), changed))
             try:
-                Bundle.load(OLDER)
+                found = Bundle.load(OLDER)
             except StorageError:
                 refused += 1
+                continue
+            with suppress(LapwingError):
+                found.predict(rows)
+            assert lines(inspected(OLDER))
     assert refused > 100
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lapwing.applications.columns import Kind, as_numbers, as_text, as_truth
+from lapwing.applications.plain import typed
 from lapwing.applications.reading import Series, Table, pd
 from lapwing.errors import DataError, OptionError
 
@@ -72,7 +73,7 @@ class Target:
 
     @staticmethod
     def from_dict(stored: Mapping[str, Any]) -> Target:
-        return Target(**{**stored, "classes": tuple(stored["classes"])})
+        return typed(Target, stored)
 
 
 def present(values: np.ndarray) -> np.ndarray:
