@@ -269,6 +269,16 @@ def test_a_value_that_is_unknown_is_no_confident_average(tmp_path: Path) -> None
     assert figures["rows"] == 110
 
 
+@pytest.mark.parametrize(("scale", "offset"), [(1e-90, 0.0), (1e90, 0.0), (1.0, 1e10)])
+def test_whether_anything_was_learnt_does_not_hang_on_the_unit(scale: float, offset: float) -> None:
+    frame = good()
+    nothing = frame.assign(y=np.random.default_rng(1).normal(size=len(frame)))
+    for given, learnt in ((frame, True), (nothing, False)):
+        moved = given.assign(y=offset + scale * given["y"])
+        bundle = fit_table(moved, "y", epochs=30, spec=SMALL, noise="constant")
+        assert any("not shown to predict better" in note for note in bundle.notes) != learnt
+
+
 def test_a_class_that_hangs_on_an_unknown_value_is_not_sure() -> None:
     frame = good().assign(y=lambda given: np.where(given["a"] > 0, "up", "down"))
     bundle = fit_table(frame, "y", epochs=40, spec=SMALL)

@@ -187,7 +187,7 @@ def _standardised(target: Target, values: np.ndarray) -> Target:
     mean, deviation = float(values.mean()), float(values.std())
     if deviation < max(1e-100, 1e-14 * abs(mean)):
         raise DataError(
-            f"values of the target {target.name!r} differ by only {deviation:.1g}, which is lost in rounding; expected "
+            f"values of the target {target.name!r} differ by only {np.ptp(values):.1g}, which is lost in rounding; expected "
             "larger differences. Subtract what is common to all of them, and multiply the rest."
         )
     return replace(target, mean=mean, deviation=deviation)
@@ -234,8 +234,8 @@ def _better(bundle: Bundle, x: Tensor, y: np.ndarray, learnt: np.ndarray) -> str
     """
     raw, targets = bundle.raw(x), torch.from_numpy(y)
     if bundle.task == "regression":
-        normal = torch.distributions.Normal(float(learnt.mean()), float(learnt.std()))
-        gain = bundle.amounts(raw).log_prob(targets) - normal.log_prob(targets)
+        known_of_all = torch.from_numpy(np.stack([learnt.mean(), learnt.std()]))  # float64: amounts have any scale
+        gain = bundle.amounts(raw).log_prob(targets) - torch.distributions.Normal(*known_of_all).log_prob(targets)
         same = "their mean and deviation for every row"
     else:
         shares = torch.from_numpy(np.bincount(learnt, minlength=len(bundle.classes)) / len(learnt)).clamp_min(1e-12)
