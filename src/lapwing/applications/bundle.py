@@ -97,6 +97,8 @@ class Bundle:
     notes: tuple[str, ...] = ()
     seed: int = 0
     """Of the split into rows to learn from, to calibrate and to test with."""
+    tested: str = ""
+    """sha256 of the inputs of the rows to test with, by which a report knows them; empty in files from before."""
 
     @property
     def task(self) -> str:
@@ -293,6 +295,7 @@ class Bundle:
                 "summary": self.summary.to_dict(),
                 "notes": list(self.notes),
                 "seed": self.seed,
+                "tested": self.tested,
             },
         )
 
@@ -342,6 +345,7 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
         summary=summary,
         notes=tuple(notes),
         seed=seed,
+        tested=str(stored.get("tested", "")),
     )
 
 
