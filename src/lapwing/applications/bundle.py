@@ -351,6 +351,8 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
 
 def _check_sizes(encoder: Encoder, target: Target, spec: Spec) -> None:
     """Columns, classes and network are of one size, and of one that a fit makes: a level is a row in memory."""
+    if target.words and len(target.words) != len(target.classes):
+        raise StorageError(f"{len(target.words)} words stand for {len(target.classes)} classes; expected one for each.")
     if target.task not in ("regression", "classification"):
         raise StorageError(f"the task is {target.task!r}; expected 'regression' or 'classification'.")
     for column in encoder.columns:
