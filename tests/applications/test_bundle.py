@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from rich.console import Console
 
 from lapwing.applications.bundle import Bundle
 from lapwing.applications.fitting import fit_table
@@ -223,6 +225,33 @@ def test_an_older_bundle_is_read() -> None:
     np.testing.assert_allclose(
         found["p_down"], [0.3526148836305425, 0.41389206798048744, 0.2662212358745771], rtol=1e-9
     )
+
+
+def test_the_evidence_is_given_with_the_temperature_it_is_of() -> None:
+    found = inspected(OLDER)
+    assert found["temperature"] == float(Bundle.load(OLDER).la.temperature)
+    for temperature, said in ((0.001, "at temperature 0.001"), (1.0, None)):
+        shown = io.StringIO()
+        Console(file=shown, width=200).print(*lines(found | {"temperature": temperature}))
+        assert ("temperature" in shown.getvalue()) == (said is not None)
+        assert said is None or said in shown.getvalue()
+
+
+def test_a_table_that_cannot_be_read_is_not_called_one_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = tmp_path / "data.csv", tmp_path / "predictions.csv"
+    table(3).to_csv(data, index=False)
+    bundle = Bundle.load(OLDER)
+
+    def refuse(path: Path, *_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        with pytest.raises(PermissionError, match=r"data\.csv"):
+            write_predictions(bundle, data, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]
 
 
 def test_whatever_a_description_holds_is_of_use_or_refused_with_our_error(monkeypatch: pytest.MonkeyPatch) -> None:

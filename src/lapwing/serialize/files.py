@@ -218,6 +218,8 @@ def replacing(path: Path) -> Iterator[Path]:
         if os.name == "posix":  # the new name, too, survives a power cut
             _sync(target.parent)
     except OSError as error:
+        if error.filename is not None and Path(error.filename) not in (partial, target, target.parent):
+            raise  # of a file that the body reads
         raise _unwritable(path, error) from error
     finally:
         with suppress(OSError):
