@@ -12,7 +12,8 @@ Amounts have the columns
     lower_90, upper_90                the Bayesian interval: 90 % probable, if the model is right
     conformal_lower_90, ...upper_90   the split-conformal one: holds for 90 % of new rows from the same source
     ood                               unlike the data: sd_epistemic above `bundle.ood.threshold`, or a value that is
-                                      unknown, extremely far from those in training, or of a new level
+                                      unknown, extremely far from those in training, or of a new level where
+                                      training had no rare ones (which are taken together, as new ones are)
 
 Where the noise varies and a row is so far from the data that nothing is known of it, sd may be infinite. Classes have
 prediction, p_<class>, entropy (in nats), sd_epistemic (of the logits), prediction_set (conformal), ood.

@@ -314,6 +314,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             raise StorageError(f"{path} is no file; expected one that lapwing has written. Check the path.")
         with path.open("rb") as file:
             yield file
+    except StorageError:
+        raise
     except (OSError, ValueError) as error:  # of a name that no file can have, too
         raise StorageError(f"{path} cannot be read: {error}; expected the right to read it.") from error
 
