@@ -327,9 +327,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(path: Path, monkeyp
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="does not exist"):
+    with pytest.raises(StorageError, match=r"^the folder .* does not exist; expected one.*Create it\.$"):
         write(tmp_path / "none" / "a", {}, {})
-    with pytest.raises(StorageError, match="is a folder"):
+    with pytest.raises(StorageError, match=r"is a folder; expected the name of a file\.$"):
         write(tmp_path, {}, {})
     assert issubclass(StorageError, LapwingError)
     assert issubclass(StorageError, ValueError)

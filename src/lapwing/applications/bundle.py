@@ -45,7 +45,7 @@ from lapwing.applications.restoring import restored
 from lapwing.applications.scoring import Row, Summary
 from lapwing.applications.table import INPUTS, Encoder, Notes
 from lapwing.applications.targets import CLASSES, Target, present
-from lapwing.errors import DataError, StorageError
+from lapwing.errors import DataError, LapwingError, StorageError
 from lapwing.laplace import BaseLaplace
 from lapwing.metrics import entropy
 from lapwing.predictive import Amounts, probit
@@ -317,9 +317,8 @@ class Bundle:
         try:
             return _restored(tensors, stored)
         except Exception as error:  # whatever somebody may have put into a file
-            raise StorageError(
-                f"{path} does not hold what a fitted table needs: {type(error).__name__}: {error}. Fit again."
-            ) from error
+            what = str(error) if isinstance(error, LapwingError) else f"{type(error).__name__}: {error}."
+            raise StorageError(f"{path} does not hold what a fitted table needs: {what} Fit again.") from error
 
 
 def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundle:

@@ -166,6 +166,8 @@ def _target(path: Path) -> Path:
             raise StorageError(f"{path} is a folder; expected the name of a file.")
         if not os.access(target.parent, os.W_OK):
             raise StorageError(f"the folder {target.parent} is read-only; expected one to write {path.name} into.")
+    except StorageError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, no name at all, links in a circle
         raise _unwritable(path, error) from error
     return target
