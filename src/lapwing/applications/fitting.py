@@ -236,8 +236,9 @@ def _better(bundle: Bundle, x: Tensor, y: np.ndarray, learnt: np.ndarray) -> str
     """
     raw, targets = bundle.raw(x), torch.from_numpy(y)
     if bundle.task == "regression":
-        known_of_all = torch.from_numpy(np.stack([learnt.mean(), learnt.std()]))  # float64: amounts have any scale
-        gain = bundle.amounts(raw).log_prob(targets) - torch.distributions.Normal(*known_of_all).log_prob(targets)
+        mean, deviation = torch.from_numpy(np.stack([learnt.mean(), learnt.std()]))  # float64: amounts of any scale
+        normal = torch.distributions.Normal(mean, deviation)
+        gain = bundle.amounts(raw).log_prob(targets) - normal.log_prob(targets)
         same = "their mean and deviation for every row"
     else:
         shares = torch.from_numpy(np.bincount(learnt, minlength=len(bundle.classes)) / len(learnt)).clamp_min(1e-12)
