@@ -269,6 +269,28 @@ def test_a_value_that_is_unknown_is_no_confident_average(tmp_path: Path) -> None
     assert figures["rows"] == 110
 
 
+def test_rows_that_score_alike_are_not_taken_for_those_held_out(tmp_path: Path) -> None:
+    """In another order the split chooses other rows, of which these have the same inputs, targets and score."""
+    frame = pd.DataFrame({"c": ["red", "green"] * 60, "y": ["hot", "cold"] * 60})
+    bundle, page = fit(frame), tmp_path / "r.html"
+    assert report_table(bundle, frame, page)["rows_are_test"]
+    for seed in range(2):
+        assert not report_table(bundle, frame.sample(frac=1, random_state=seed), page)["rows_are_test"]
+        assert "held-out" not in page.read_text()
+    bundle.save(tmp_path / "m")
+    assert report_table(Bundle.load(tmp_path / "m"), frame, page)["rows_are_test"]
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(1e-90, 0.0), (1e90, 0.0), (1.0, 1e10)])
+def test_whether_anything_was_learnt_does_not_hang_on_the_unit(scale: float, offset: float) -> None:
+    frame = good()
+    nothing = frame.assign(y=np.random.default_rng(1).normal(size=len(frame)))
+    for given, learnt in ((frame, True), (nothing, False)):
+        moved = given.assign(y=offset + scale * given["y"])
+        bundle = fit_table(moved, "y", epochs=30, spec=SMALL, noise="constant")
+        assert any("not shown to predict better" in note for note in bundle.notes) != learnt
+
+
 def test_a_class_that_hangs_on_an_unknown_value_is_not_sure() -> None:
     frame = good().assign(y=lambda given: np.where(given["a"] > 0, "up", "down"))
     bundle = fit_table(frame, "y", epochs=40, spec=SMALL)

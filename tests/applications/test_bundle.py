@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,12 +14,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from rich.console import Console
 
 from lapwing.applications.bundle import Bundle
 from lapwing.applications.fitting import fit_table
+from lapwing.applications.inspecting import inspected, lines
 from lapwing.applications.network import Spec
 from lapwing.applications.writing import write_predictions
-from lapwing.errors import DataError, StorageError
+from lapwing.errors import DataError, LapwingError, StorageError
 from lapwing.serialize.files import read, write
 
 
@@ -223,17 +227,48 @@ def test_an_older_bundle_is_read() -> None:
     )
 
 
-def test_whatever_a_description_holds_is_read_or_refused_with_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evidence_is_given_with_the_temperature_it_is_of() -> None:
+    found = inspected(OLDER)
+    assert found["temperature"] == float(Bundle.load(OLDER).la.temperature)
+    for temperature, said in ((0.001, "at temperature 0.001"), (1.0, None)):
+        shown = io.StringIO()
+        Console(file=shown, width=200).print(*lines(found | {"temperature": temperature}))
+        assert ("temperature" in shown.getvalue()) == (said is not None)
+        assert said is None or said in shown.getvalue()
+
+
+def test_a_table_that_cannot_be_read_is_not_called_one_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = tmp_path / "data.csv", tmp_path / "predictions.csv"
+    table(3).to_csv(data, index=False)
+    bundle = Bundle.load(OLDER)
+
+    def refuse(path: Path, *_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        with pytest.raises(PermissionError, match=r"data\.csv"):
+            write_predictions(bundle, data, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]
+
+
+def test_whatever_a_description_holds_is_of_use_or_refused_with_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, stored = read(OLDER)
-    refused = 0
+    refused, rows = 0, table(3)
     for number, path in enumerate(list(places(stored))[1:]):
         for new in (STRANGE[number % 15], STRANGE[(number + 5) % 15]):
             changed = put(stored, path, new)
             monkeypatch.setattr("lapwing.applications.bundle.read", lambda _, changed=changed: (dict(tensors), changed))
             try:
-                Bundle.load(OLDER)
+                found = Bundle.load(OLDER)
             except StorageError:
                 refused += 1
+                continue
+            with suppress(LapwingError):
+                found.predict(rows)
+            assert lines(inspected(OLDER))
     assert refused > 100
 
 

@@ -319,6 +319,29 @@ def test_a_task_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "kind", "classes"),
+    [
+        (["1,5", "2,5", "1,50"], "number", ("1,5", "2,5")),
+        (["1.234", "A 1", "B,5"], "category", ("1.234", "A 1", "B,5")),
+    ],
+)
+def test_labels_of_a_table_with_decimal_commas_are_kept_as_given(
+    given: list[str], kind: str, classes: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a;y\n" + "".join(f"{i},5;{given[i % 3]}\n" for i in range(31)))
+    table = open_table(path)
+    kinds = infer(table.chunks())
+    assert (kinds["a"].name, kinds["y"].name) == ("number", kind)
+    target, values = read_target(table, "y", kinds["y"], "classification")
+    assert target.classes == classes
+    again = Target.from_dict(json.loads(json.dumps(target.to_dict())))
+    read = [again.encode(frame["y"]) for frame in table.chunks(["y"], text=["y"])]
+    assert np.concatenate(read).tolist() == values.tolist()
+    assert values.min() == 0
+
+
+@pytest.mark.parametrize(
     ("given", "classes", "codes"),
     [
         (["Yes", "no", "Yes", "NO", "no"], ("no", "Yes"), [1, 0, 1, 0, 0]),

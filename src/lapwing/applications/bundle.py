@@ -12,7 +12,8 @@ Amounts have the columns
     lower_90, upper_90                the Bayesian interval: 90 % probable, if the model is right
     conformal_lower_90, ...upper_90   the split-conformal one: holds for 90 % of new rows from the same source
     ood                               unlike the data: sd_epistemic above `bundle.ood.threshold`, or a value that is
-                                      unknown, extremely far from those in training, or of a new level
+                                      unknown, extremely far from those in training, or of a new level where
+                                      training had no rare ones (which are taken together, as new ones are)
 
 Where the noise varies and a row is so far from the data that nothing is known of it, sd may be infinite. Classes have
 prediction, p_<class>, entropy (in nats), sd_epistemic (of the logits), prediction_set (conformal), ood.
@@ -38,20 +39,21 @@ from lapwing.applications import scoring
 from lapwing.applications.architecture import Spec, noise_level
 from lapwing.applications.calibration import point_noise, point_share
 from lapwing.applications.conformal import Conformal, Unfamiliar
+from lapwing.applications.plain import typed
 from lapwing.applications.reading import Frame, Table, find_column, open_table, pd
 from lapwing.applications.restoring import restored
 from lapwing.applications.scoring import Row, Summary
 from lapwing.applications.table import INPUTS, Encoder, Notes
 from lapwing.applications.targets import CLASSES, Target, present
-from lapwing.errors import DataError, StorageError
+from lapwing.errors import DataError, LapwingError, StorageError
 from lapwing.laplace import BaseLaplace
 from lapwing.metrics import entropy
 from lapwing.predictive import Amounts, probit
 from lapwing.serialize.files import read, write
 
 KIND, VERSION = "table", 1
-KINDS = "number", "boolean", "date", "category", "left out"
-"""Of columns."""
+NUMBERS_OF = {"number": 1, "boolean": 1, "date": 3, "category": 0, "left out": 0}
+"""How many numbers a column of each kind gives."""
 NUMBERS = 2**24
 """Entries of a Jacobian [batch, outputs, weights] that are in memory at a time."""
 SMALLEST = 1e-3
@@ -96,6 +98,8 @@ class Bundle:
     notes: tuple[str, ...] = ()
     seed: int = 0
     """Of the split into rows to learn from, to calibrate and to test with."""
+    tested: str = ""
+    """sha256 of the inputs of the rows to test with, by which a report knows them; empty in files from before."""
 
     @property
     def task(self) -> str:
@@ -292,6 +296,7 @@ class Bundle:
                 "summary": self.summary.to_dict(),
                 "notes": list(self.notes),
                 "seed": self.seed,
+                "tested": self.tested,
             },
         )
 
@@ -312,15 +317,20 @@ class Bundle:
         try:
             return _restored(tensors, stored)
         except Exception as error:  # whatever somebody may have put into a file
-            raise StorageError(
-                f"{path} does not hold what a fitted table needs: {type(error).__name__}: {error}. Fit again."
-            ) from error
+            what = str(error) if isinstance(error, LapwingError) else f"{type(error).__name__}: {error}."
+            raise StorageError(f"{path} does not hold what a fitted table needs: {what} Fit again.") from error
 
 
 def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundle:
-    spec, target = Spec(**stored["spec"]), Target.from_dict(stored["target"])
+    spec, target = typed(Spec, stored["spec"]), Target.from_dict(stored["target"])
     encoder = Encoder.from_dict(stored["encoder"])
+    ood, summary = typed(Unfamiliar, stored["ood"]), Summary.from_dict(stored["summary"])
+    notes, seed = stored["notes"], stored["seed"]
     _check_sizes(encoder, target, spec)
+    if type(seed) is not int or seed < 0:
+        raise StorageError(f"the seed is {seed!r:.40}; expected a whole number >= 0.")
+    if ood.rows < 1 or len(summary.rows) != 2 or not all(isinstance(note, str) for note in notes):
+        raise StorageError("the flag is of no row, the scores not of two methods, or a note no text; expected all.")
     state = {**stored["laplace"], **_under("laplace.", tensors)}
     model, laplace = restored(spec, target.task, _under("model.", tensors), state)
     return Bundle(
@@ -331,24 +341,26 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
         la=laplace,
         conformal=Conformal(tensors["conformal"]),
         conformal_map=Conformal(tensors["conformal_map"]),
-        ood=Unfamiliar(**stored["ood"]),
-        summary=Summary.from_dict(stored["summary"]),
-        notes=tuple(stored["notes"]),
-        seed=int(stored["seed"]),
+        ood=ood,
+        summary=summary,
+        notes=tuple(notes),
+        seed=seed,
+        tested=str(stored.get("tested", "")),
     )
 
 
 def _check_sizes(encoder: Encoder, target: Target, spec: Spec) -> None:
     """Columns, classes and network are of one size, and of one that a fit makes: a level is a row in memory."""
-    numbers = [number for column in encoder.columns for number in (*column.means, *column.deviations)]
-    words = [word for column in encoder.columns for word in (column.name, column.kind, *column.levels, *column.rare)]
-    plain = all(isinstance(word, str) for word in (*words, *target.classes, target.name, target.task, target.kind))
-    if not plain or not all(type(number) in (int, float) for number in (*numbers, target.mean, target.deviation)):
-        raise StorageError("columns or classes have names or numbers of another type; expected text and numbers.")
+    if target.words and len(target.words) != len(target.classes):
+        raise StorageError(f"{len(target.words)} words stand for {len(target.classes)} classes; expected one for each.")
     if target.task not in ("regression", "classification"):
         raise StorageError(f"the task is {target.task!r}; expected 'regression' or 'classification'.")
-    if any(column.kind not in KINDS for column in encoder.columns):
-        raise StorageError(f"a column has an unknown kind; expected one of {list(KINDS)}.")
+    for column in encoder.columns:
+        if column.kind not in NUMBERS_OF or not len(column.means) == len(column.deviations) == NUMBERS_OF[column.kind]:
+            raise StorageError(
+                f"the column {column.name!r} is a {column.kind!r} of {len(column.means)} means and "
+                f"{len(column.deviations)} deviations; expected as many of both as one of {NUMBERS_OF} has."
+            )
     levels = sum(len(column.levels) + len(column.deviations) + 2 for column in encoder.used)
     inputs = len(encoder.inputs) if levels <= 4 * INPUTS else levels
     if inputs != spec.inputs or inputs > 2 * INPUTS or target.outputs != spec.outputs or target.outputs > CLASSES:

@@ -117,7 +117,7 @@ class Unfamiliar:
             f"{'its logits' if classes else 'the mean'} there, is above {self.threshold:.4g}. Of rows like the "
             f"{self.rows} that were held out, about {alarm:.0%} pass that; a row that does is unlike those the network "
             "has learned from, or lies where they are sparse, and its prediction is an extrapolation. So is a row with "
-            "a value that is extremely far from those in training, of a new kind, or unknown: missing or not to be "
-            "read, where training had no such case. The deviation of a row with an unknown value is as large as what "
-            "the value might have been makes it."
+            "a value that is extremely far from those in training, a new one in a column of categories that had no "
+            "rare ones, or an unknown one: missing or not to be read, where training had no such case. The deviation "
+            "of a row with an unknown value is as large as what the value might have been makes it."
         )

@@ -43,6 +43,7 @@ from lapwing.applications.targets import (
     split,
 )
 from lapwing.errors import DataError, LapwingWarning, OptionError
+from lapwing.serialize.files import sha256
 
 NUMBERS = 2**27
 """Inputs that are kept in memory at a time: half a gigabyte."""
@@ -125,7 +126,8 @@ def fit_table(
     tell("calibrating", 1.0)
     if sum(counts.values()) < FEW:
         warnings.warn(_few(sum(counts.values())), LapwingWarning, stacklevel=2)
-    return replace(bundle, summary=replace(summary, rows=rows), notes=tuple(notes), seed=seed)
+    summary = replace(summary, rows=rows)
+    return replace(bundle, summary=summary, notes=tuple(notes), seed=seed, tested=sha256(x["test"]))
 
 
 def check_seed(seed: object) -> None:
@@ -187,8 +189,8 @@ def _standardised(target: Target, values: np.ndarray) -> Target:
     mean, deviation = float(values.mean()), float(values.std())
     if deviation < max(1e-100, 1e-14 * abs(mean)):
         raise DataError(
-            f"values of the target {target.name!r} differ by only {deviation:.1g}, which is lost in rounding; expected "
-            "larger differences. Subtract what is common to all of them, and multiply the rest."
+            f"values of the target {target.name!r} differ by only {np.ptp(values):.1g}, which is lost in rounding; "
+            "expected larger differences. Subtract what is common to all of them, and multiply the rest."
         )
     return replace(target, mean=mean, deviation=deviation)
 
@@ -234,7 +236,8 @@ def _better(bundle: Bundle, x: Tensor, y: np.ndarray, learnt: np.ndarray) -> str
     """
     raw, targets = bundle.raw(x), torch.from_numpy(y)
     if bundle.task == "regression":
-        normal = torch.distributions.Normal(float(learnt.mean()), float(learnt.std()))
+        mean, deviation = torch.from_numpy(np.stack([learnt.mean(), learnt.std()]))  # float64: amounts of any scale
+        normal = torch.distributions.Normal(mean, deviation)
         gain = bundle.amounts(raw).log_prob(targets) - normal.log_prob(targets)
         same = "their mean and deviation for every row"
     else:

@@ -60,6 +60,7 @@ def inspected(path: Path) -> Found:
         "noise": bundle.noise if bundle.task == "regression" else None,
         "noise_varies": spec.varying,
         "log_evidence": float(la.log_marginal_likelihood()),
+        "temperature": float(la.temperature),
         "effective_parameters": float(la.effective_parameters().sum()),
         "calibration_rows": len(bundle.conformal.scores),
         "threshold": bundle.ood.threshold,
@@ -105,7 +106,8 @@ def lines(found: Found) -> list[str | Table | Text]:
     row("Posterior", f"{found['structure']}; {found['effective_parameters']:,.0f} weights are determined by the data")
     precisions = found["prior_precision"]
     span = f"{min(precisions):.3g} to {max(precisions):.3g}" if len(precisions) > 1 else f"{precisions[0]:.3g}"
-    row("Prior", f"precision {span}; log evidence {found['log_evidence']:,.1f}")
+    warmth = f" at temperature {found['temperature']:.3g}" if found["temperature"] != 1 else ""
+    row("Prior", f"precision {span}; log evidence {found['log_evidence']:,.1f}{warmth}")
     if found["noise"] is not None:
         around = "varies with the inputs, around " if found["noise_varies"] else ""
         row("Noise", f"{around}standard deviation {found['noise']:.4g}")

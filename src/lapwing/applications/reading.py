@@ -62,16 +62,31 @@ class Table:
     columns: tuple[str, ...]
     read: Chunks
     notes: tuple[str, ...] = ()
+    commas: bool = False
+    """Whether numbers are written with a decimal comma."""
 
     def chunks(
         self, columns: Sequence[str] | None = None, *, text: Collection[str] = (), size: int | None = None
     ) -> Iterator[Frame]:
-        """Frames of at most `size` rows; the columns named in `text` come as they are written, not as numbers."""
+        """Frames of at most `size` rows; the columns named in `text` come as text, numbers in it with a point."""
+        return map(self.pointed, self.written(columns, text=text, size=size))
+
+    def written(
+        self, columns: Sequence[str] | None = None, *, text: Collection[str] = (), size: int | None = None
+    ) -> Iterator[Frame]:
+        """The same, with text exactly as it is written."""
         chosen = self.columns if columns is None else columns
         size = max(256, CELLS // max(1, len(chosen))) if size is None else size
         if isinstance(size, bool) or size < 1:
             raise DataError(f"chunks of {size} rows were asked for; expected at least 1.")
         return self.read(chosen, text, size)
+
+    def pointed(self, frame: Frame) -> Frame:
+        """Decimal commas as points, and no marks of thousands, in the columns that the parser left as text."""
+        if not self.commas:
+            return frame
+        words = [name for name in frame.columns if not pd.api.types.is_numeric_dtype(frame[name].dtype)]
+        return frame.assign(**{name: frame[name].map(with_point, na_action="ignore") for name in words})
 
 
 def open_table(source: Any) -> Table:
@@ -233,9 +248,9 @@ def _from_csv(path: Path, *, gzipped: bool) -> Table:
                     checked = True
                     return
                 if len(frame):
-                    yield _with_points(frame[chosen]) if decimal == "," else frame[chosen]
+                    yield frame[chosen]
 
-    return Table(path.name, names, read, tuple(notes))
+    return Table(path.name, names, read, tuple(notes), decimal == ",")
 
 
 class _explained:
@@ -264,12 +279,6 @@ class _explained:
             raise DataError(
                 f"{self.name} cannot be read: {reason}. Text that holds the separator must stand in double quotes."
             ) from error
-
-
-def _with_points(frame: Frame) -> Frame:
-    """Decimal commas as points, and no marks of thousands, in the columns that the parser left as text."""
-    text = [name for name in frame.columns if not pd.api.types.is_numeric_dtype(frame[name].dtype)]
-    return frame.assign(**{name: frame[name].map(with_point, na_action="ignore") for name in text})
 
 
 def _names(raw: Sequence[str], where: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapwing.applications.conformal import Conformal, quantile
+from lapwing.applications.plain import typed
 from lapwing.applications.reading import Frame, pd
 from lapwing.metrics import accuracy, calibration_error, nll, rmse
 from lapwing.predictive import Amounts
@@ -62,8 +63,8 @@ class Summary:
     @staticmethod
     def from_dict(stored: Mapping[str, Any]) -> Summary:
         names = [each.name for each in fields(Row)]
-        rows = tuple(Row(**{name: row[name] for name in names}) for row in stored["rows"])
-        return Summary(stored["task"], rows, dict(stored["rows_used"]), dict(stored["seconds"]))
+        rows = [{name: row[name] for name in names} for row in stored["rows"]]
+        return typed(Summary, {**stored, "rows": rows})
 
 
 def score_amounts(

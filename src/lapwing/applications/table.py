@@ -30,6 +30,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lapwing.applications.columns import DISTINCT, Kind, as_days, as_numbers, as_text, as_truth, date_in
+from lapwing.applications.plain import typed
 from lapwing.applications.reading import Frame, Series, Table, pd
 from lapwing.errors import DataError
 
@@ -206,11 +207,7 @@ class Encoder:
 
     @staticmethod
     def from_dict(stored: Mapping[str, Any]) -> Encoder:
-        def column(fields: Mapping[str, Any]) -> Column:
-            plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-            return Column(**plain)
-
-        columns = tuple(column(fields) for fields in stored["columns"])
+        columns = tuple(typed(Column, fields) for fields in stored["columns"])
         found = Encoder(columns)
         # older files have no examples: an unknown value is the mean there, as it was when they were written
         rows = stored["examples"] if "examples" in stored else [[0.0] * len(found.inputs)]

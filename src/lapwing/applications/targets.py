@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lapwing.applications.columns import Kind, as_numbers, as_text, as_truth
+from lapwing.applications.plain import typed
 from lapwing.applications.reading import Series, Table, pd
 from lapwing.errors import DataError, OptionError
 
@@ -44,6 +45,8 @@ class Target:
     """Names as they were given; of several ways to write the same one (yes and Yes, 2 and 2.0) the most frequent."""
     mean: float = 0.0
     deviation: float = 1.0
+    words: tuple[str, ...] = ()
+    """What each class is known by, the same for every way to write it; not in files from before."""
 
     @property
     def as_written(self) -> bool:
@@ -54,8 +57,8 @@ class Target:
         """Amounts as float64 with NaN where missing; classes as numbers with -1 where missing or unknown."""
         if self.task == "regression":
             return as_truth(column) if self.kind == "boolean" else as_numbers(column)
-        names = _names(pd.Series(list(self.classes), dtype=object), self.kind)
-        return _codes(_names(column, self.kind), {name: number for number, name in enumerate(names.tolist())})
+        words = self.words or _names(pd.Series(list(self.classes), dtype=object), self.kind).tolist()
+        return _codes(_names(column, self.kind), {word: number for number, word in enumerate(words)})
 
     def tensor(self, values: np.ndarray) -> Tensor:
         """What a network is trained on: standardised amounts [N, 1] float32, or class numbers [N]."""
@@ -72,7 +75,7 @@ class Target:
 
     @staticmethod
     def from_dict(stored: Mapping[str, Any]) -> Target:
-        return Target(**{**stored, "classes": tuple(stored["classes"])})
+        return typed(Target, stored)
 
 
 def present(values: np.ndarray) -> np.ndarray:
@@ -84,15 +87,16 @@ def read_target(table: Table, name: str, kind: Kind, task: str = "auto") -> tupl
     """The target and its values; standardisation is left at 0 and 1, as it belongs to the training rows."""
     task, reason = choose_task(name, kind, task)
     as_written = task == "classification" or kind.name != "number" or kind.note
-    columns = table.chunks([name], text=[name] if as_written else [])
+    text = [name] if as_written else []
     if task == "regression":
         target = Target(name, task, reason, kind.name)
+        columns = table.chunks([name], text=text)
         return target, np.concatenate([np.zeros(0), *(target.encode(frame[name]) for frame in columns)])
     place: dict[str, int] = {}
     spelt: dict[str, Counter[str]] = {}
     parts = [np.zeros(0, dtype=np.int64)]
-    for frame in columns:
-        words = _names(frame[name], kind.name)
+    for frame in table.written([name], text=text):
+        words = _names(table.pointed(frame)[name], kind.name)
         for (word, given), count in Counter(zip(words.tolist(), frame[name].tolist(), strict=True)).items():
             if word is not None:
                 place.setdefault(word, len(place))
@@ -109,7 +113,7 @@ def read_target(table: Table, name: str, kind: Kind, task: str = "auto") -> tupl
         new[place[word]] = number
     if len(classes) == 1:
         raise _constant(name, names[0])
-    return Target(name, task, reason, kind.name, names), new[values]
+    return Target(name, task, reason, kind.name, names, words=tuple(classes)), new[values]
 
 
 def choose_task(name: str, kind: Kind, task: str = "auto") -> tuple[str, str]:

@@ -166,6 +166,8 @@ def _target(path: Path) -> Path:
             raise StorageError(f"{path} is a folder; expected the name of a file.")
         if not os.access(target.parent, os.W_OK):
             raise StorageError(f"the folder {target.parent} is read-only; expected one to write {path.name} into.")
+    except StorageError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, no name at all, links in a circle
         raise _unwritable(path, error) from error
     return target
@@ -218,6 +220,8 @@ def replacing(path: Path) -> Iterator[Path]:
         if os.name == "posix":  # the new name, too, survives a power cut
             _sync(target.parent)
     except OSError as error:
+        if error.filename is not None and Path(error.filename) not in (partial, target, target.parent):
+            raise  # of a file that the body reads
         raise _unwritable(path, error) from error
     finally:
         with suppress(OSError):
@@ -312,6 +316,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             raise StorageError(f"{path} is no file; expected one that lapwing has written. Check the path.")
         with path.open("rb") as file:
             yield file
+    except StorageError:
+        raise
     except (OSError, ValueError) as error:  # of a name that no file can have, too
         raise StorageError(f"{path} cannot be read: {error}; expected the right to read it.") from error
 

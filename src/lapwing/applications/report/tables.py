@@ -1,7 +1,8 @@
 """The report of a fitted table: as for any posterior, in the table's own unit, with its own conformal calibration.
 
 Rows that the fit trained on say little about new ones. Where the table is the one that was fitted, its split is made
-again from its seed, and only the rows held out to test are looked at; that they are the same is proved by their score.
+again from its seed, and only the rows held out to test are looked at; that they are the same is proved by their inputs,
+to the bit, and by their score.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lapwing.applications.report.write import check_early, collect, write
 from lapwing.applications.targets import TEST, present, split
 from lapwing.errors import DataError
 from lapwing.metrics import entropy
+from lapwing.serialize.files import sha256
 
 Figures = dict[str, Any]
 Tell = Callable[[str, float], object]
@@ -66,7 +68,7 @@ def report_table(
     tell("reading the table", 0.0)
     table = open_table(source)
     held = _held(bundle, table, test_rows(bundle, table))
-    if held.is_test and not _same_score(bundle, held):  # another table with as many rows
+    if held.is_test and not _same_rows(bundle, held):  # another table with as many rows
         held = _held(bundle, table, None)
     made = out_of_distribution is None
     outside = _disturbed(held.x) if made else _inputs(bundle, open_table(out_of_distribution))
@@ -171,7 +173,10 @@ def test_rows(bundle: Bundle, table: Table) -> Int[np.ndarray, " test"] | None:
     return rows if len(rows) == used.get("test") else None
 
 
-def _same_score(bundle: Bundle, held: Held) -> bool:
+def _same_rows(bundle: Bundle, held: Held) -> bool:
+    """The score alone would not do: where rows are alike, or all easy, others have the same."""
+    if sha256(held.x) != bundle.tested:
+        return False
     found, stored = score(bundle, held.x, held.y)[1].nll, bundle.summary.rows[1].nll
     return abs(found - stored) <= 1e-5 * (1 + abs(stored))
 
@@ -212,16 +217,15 @@ def _conformal(bundle: Bundle, observed: Observed) -> Figures:
 def _choices(bundle: Bundle, held: Held) -> list[str]:
     used = bundle.summary.rows_used
     seconds = sum(bundle.summary.seconds.values())
+    some = "All" if held.complete else f"The first {ROWS:,}"
     said = [
         "These are the rows that the fit held out to test: it neither trained nor calibrated on them."
         if held.is_test
-        else "All rows of the table with a known target were looked at. They may have been used for training, and of "
-        "rows that were, the figures would be too good.",
+        else f"{some} rows of the table with a known target were looked at. They may have been used for training, and "
+        "of rows that were, the figures would be too good.",
         f"Fitted to {used.get('train', 0):,} rows, calibrated on {used.get('calibration', 0):,} and tested on "
         f"{used.get('test', 0):,}, in {seconds:.1f} seconds.",
     ]
-    if not held.complete:
-        said.append(f"Only the first {ROWS:,} rows were looked at.")
     return [*said, *bundle.notes, bundle.ood.explain(bundle.task == "classification")]
 
 
