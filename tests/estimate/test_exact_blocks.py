@@ -462,6 +462,47 @@ def test_layers_that_the_first_data_did_not_use_can_be_added() -> None:
     close(found.dense(), whole.dense())
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_experts_that_some_of_the_data_do_not_use(bias: bool, tmp_path: Path) -> None:
+    """A weight without a bias has the same segments as the zeros that stand for it where no data have reached it."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(3, 4, bias), nn.Linear(3, 4, bias)])
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, number: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.experts[int(number)](x)))
+
+    torch.set_default_dtype(torch.float64)
+    model = Experts()
+    batches = [((torch.randn(6, 3), torch.tensor(i % 2)), torch.randint(2, (6,))) for i in range(4)]
+    whole, added, checked = (Laplace(model, "classification", "all", "kron") for _ in range(3))
+    whole.fit(batches)
+    added.fit(batches[::2])
+    added.fit(batches[1::2], override=False)
+    checked.fit(batches, checkpoint=tmp_path / "fit", checkpoint_every=1)
+    for each in (added, checked):
+        close(each.fitted.curvature.dense(), whole.fitted.curvature.dense())
+    first = estimate.kflr(Tangent(model), Categorical(), batches[::2])
+    second = estimate.kflr(Tangent(model), Categorical(), batches[1::2], added_to=first)
+    close((second + first).dense(), (first + second).dense())
+    close(second.dense(), estimate.kflr(Tangent(model), Categorical(), batches[1::2]).dense())
+
+
+def test_a_third_task_is_added_to_the_sum_of_two() -> None:
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    tasks = [[(torch.randn(6, 3), torch.randint(2, (6,)))] for _ in range(3)]
+    total = estimate.kflr(Tangent(model), Categorical(), tasks[0])
+    for task in tasks[1:]:
+        total = total + estimate.kflr(Tangent(model), Categorical(), task, added_to=total)
+    close(total.dense(), sum(estimate.kflr(Tangent(model), Categorical(), task).dense() for task in tasks))
+    corrected = estimate.ekfac(Tangent(model), Categorical(), tasks[0], basis=total)
+    close(corrected.diagonal().sum(), ggn_of(model, tasks[0]).trace())
+
+
 def test_a_path_that_only_one_batch_takes_unseen() -> None:
     """The operations that can be seen are the same in both batches; a custom function reads the weight in one."""
     torch.manual_seed(0)

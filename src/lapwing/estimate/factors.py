@@ -34,6 +34,11 @@ class Accumulator(ABC):
     reason: str = ""
     """Why a block is exact that others have factors for."""
 
+    @property
+    def used(self) -> bool:
+        """Whether there is a block to speak of: factors have not even a form before the first rows."""
+        return True
+
     @abstractmethod
     def add(self, pieces: list[Piece], first: bool) -> None:
         """Takes the rows of a chunk of cotangents, in flat coordinates; `first` marks the first chunk of a batch."""
@@ -120,6 +125,10 @@ class Matrix(Accumulator):
     factored_damping: bool | str
     budget: int = DEFAULT_BUDGET
     roles: dict[str, Sums] = field(default_factory=dict)
+
+    @property
+    def used(self) -> bool:
+        return bool(self.roles)
 
     def add(self, pieces: list[Piece], first: bool) -> None:
         by_role: dict[str | None, list[Piece]] = {}
