@@ -395,13 +395,34 @@ def test_rows_of_another_form_in_a_later_batch_join_a_kronecker_block() -> None:
     formed = block.terms[0]
     close(formed.rows[0], (matrix @ matrix.mT).sum(0))
     close(formed.cols[0], (matrix.mT @ matrix).sum(0))
-    close(torch.tensor(formed.count), matrix.square().sum())
-    close((formed.rows[0].trace() * formed.cols[0].trace()) / formed.count, ggn_of(model, padded)[:9, :9].trace())
+    (count,) = formed.count
+    close(count, matrix.square().sum())
+    close((formed.rows[0].trace() * formed.cols[0].trace()) / count, ggn_of(model, padded)[:9, :9].trace())
     alone = estimate.kflr(tangent, Categorical(), plain).blocks[0].curvature
     assert isinstance(alone, Kronecker)
     close(block.terms[1].rows, alone.terms[0].rows)
     dense = both.dense()
     torch.linalg.cholesky(dense + 1e-9 * torch.eye(len(dense)))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rows_of_another_form_do_not_mind_how_the_data_are_split(groups: int) -> None:
+    """Each group of a convolution has a trace of its own, which adds up over the data."""
+
+    def body(m: Any, x: Tensor, derived: Tensor) -> Tensor:
+        weight = m.a.weight * torch.tanh(m.a.weight) if bool(derived) else m.a.weight
+        return m.out(torch.tanh(F.conv1d(x, weight, m.a.bias, groups=groups)).mean(-1))
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model = Net(body, a=nn.Conv1d(4, 4, 3, groups=groups), out=nn.Linear(4, 2))
+    batches = [((torch.randn(5, 4, 6), torch.tensor(i > 0)), torch.randint(2, (5,))) for i in range(4)]
+    whole, added = (Laplace(model, "classification", "all", "kron") for _ in range(2))
+    whole.fit(batches)
+    added.fit(batches[:1])
+    for batch in batches[1:]:
+        added.fit([batch], override=False)
+    close(added.fitted.curvature.dense(), whole.fitted.curvature.dense())
 
 
 def test_the_corrected_diagonal_is_exact_for_any_form() -> None:

@@ -211,9 +211,6 @@ class Matrix(Accumulator):
         if role == "upright":
             return Term(inputs, grads, sums.count, role)
         if role == "formed":
-            traces = grads.diagonal(dim1=1, dim2=2).sum(1)
-            total = float(traces.sum())
-            share = torch.where(traces > 0, total / traces, 1.0)  # each group has a trace of its own
-            return Term(inputs * share[:, None, None], grads, total, role)
+            return Term(inputs, grads, grads.diagonal(dim1=1, dim2=2).sum(1).double(), role)
         extra = self.layout.width - grads.shape[-1]  # this role does not use the bias
         return Term(F.pad(grads, (0, extra, 0, extra)), inputs, sums.count, role)

@@ -110,7 +110,7 @@ class Kronecker(Curvature):
         """A and G with the curvature G (x) A: the count is divided out of A."""
         if len(self.terms) == 1:
             (term,) = self.terms
-            return term.cols * term.share, term.rows
+            return term.mean_cols, term.rows
         return nearest_kronecker(self.terms)
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
