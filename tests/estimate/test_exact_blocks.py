@@ -395,13 +395,34 @@ def test_rows_of_another_form_in_a_later_batch_join_a_kronecker_block() -> None:
     formed = block.terms[0]
     close(formed.rows[0], (matrix @ matrix.mT).sum(0))
     close(formed.cols[0], (matrix.mT @ matrix).sum(0))
-    close(torch.tensor(formed.count), matrix.square().sum())
-    close((formed.rows[0].trace() * formed.cols[0].trace()) / formed.count, ggn_of(model, padded)[:9, :9].trace())
+    (count,) = formed.count
+    close(count, matrix.square().sum())
+    close((formed.rows[0].trace() * formed.cols[0].trace()) / count, ggn_of(model, padded)[:9, :9].trace())
     alone = estimate.kflr(tangent, Categorical(), plain).blocks[0].curvature
     assert isinstance(alone, Kronecker)
     close(block.terms[1].rows, alone.terms[0].rows)
     dense = both.dense()
     torch.linalg.cholesky(dense + 1e-9 * torch.eye(len(dense)))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rows_of_another_form_do_not_mind_how_the_data_are_split(groups: int) -> None:
+    """Each group of a convolution has a trace of its own, which adds up over the data."""
+
+    def body(m: Any, x: Tensor, derived: Tensor) -> Tensor:
+        weight = m.a.weight * torch.tanh(m.a.weight) if bool(derived) else m.a.weight
+        return m.out(torch.tanh(F.conv1d(x, weight, m.a.bias, groups=groups)).mean(-1))
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model = Net(body, a=nn.Conv1d(4, 4, 3, groups=groups), out=nn.Linear(4, 2))
+    batches = [((torch.randn(5, 4, 6), torch.tensor(i > 0)), torch.randint(2, (5,))) for i in range(4)]
+    whole, added = (Laplace(model, "classification", "all", "kron") for _ in range(2))
+    whole.fit(batches)
+    added.fit(batches[:1])
+    for batch in batches[1:]:
+        added.fit([batch], override=False)
+    close(added.fitted.curvature.dense(), whole.fitted.curvature.dense())
 
 
 def test_the_corrected_diagonal_is_exact_for_any_form() -> None:
@@ -460,6 +481,47 @@ def test_layers_that_the_first_data_did_not_use_can_be_added() -> None:
     found = found.pooled(rest)
     assert [block.name for block in found.blocks] == [block.name for block in whole.blocks]
     close(found.dense(), whole.dense())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_experts_that_some_of_the_data_do_not_use(bias: bool, tmp_path: Path) -> None:
+    """A weight without a bias has the same segments as the zeros that stand for it where no data have reached it."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(3, 4, bias), nn.Linear(3, 4, bias)])
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, number: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.experts[int(number)](x)))
+
+    torch.set_default_dtype(torch.float64)
+    model = Experts()
+    batches = [((torch.randn(6, 3), torch.tensor(i % 2)), torch.randint(2, (6,))) for i in range(4)]
+    whole, added, checked = (Laplace(model, "classification", "all", "kron") for _ in range(3))
+    whole.fit(batches)
+    added.fit(batches[::2])
+    added.fit(batches[1::2], override=False)
+    checked.fit(batches, checkpoint=tmp_path / "fit", checkpoint_every=1)
+    for each in (added, checked):
+        close(each.fitted.curvature.dense(), whole.fitted.curvature.dense())
+    first = estimate.kflr(Tangent(model), Categorical(), batches[::2])
+    second = estimate.kflr(Tangent(model), Categorical(), batches[1::2], added_to=first)
+    close((second + first).dense(), (first + second).dense())
+    close(second.dense(), estimate.kflr(Tangent(model), Categorical(), batches[1::2]).dense())
+
+
+def test_a_third_task_is_added_to_the_sum_of_two() -> None:
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    tasks = [[(torch.randn(6, 3), torch.randint(2, (6,)))] for _ in range(3)]
+    total = estimate.kflr(Tangent(model), Categorical(), tasks[0])
+    for task in tasks[1:]:
+        total = total + estimate.kflr(Tangent(model), Categorical(), task, added_to=total)
+    close(total.dense(), sum(estimate.kflr(Tangent(model), Categorical(), task).dense() for task in tasks))
+    corrected = estimate.ekfac(Tangent(model), Categorical(), tasks[0], basis=total)
+    close(corrected.diagonal().sum(), ggn_of(model, tasks[0]).trace())
 
 
 def test_a_path_that_only_one_batch_takes_unseen() -> None:

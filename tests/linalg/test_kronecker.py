@@ -27,7 +27,7 @@ from contracts import (
     psd,
 )
 from lapwing.errors import CurvatureError, LapwingWarning
-from lapwing.linalg import Kronecker, MatrixLayout, Term, eigenbasis, nearest_kronecker
+from lapwing.linalg import Kronecker, KroneckerSum, MatrixLayout, Term, eigenbasis, nearest_kronecker
 from lapwing.serialize import pack, unpack
 
 fast = settings(deadline=None, max_examples=50, derandomize=True)
@@ -235,6 +235,26 @@ def test_beyond_the_limit_of_memory_the_two_terms_that_lose_least_are_merged(mon
     exact = total.dense() + third.dense()
     distance = float((merged.dense() - exact).norm() / exact.norm())
     assert f"distance of {distance:.2g} from" in str(said[0].message)
+
+
+def test_one_term_that_is_there_twice_is_merged_once() -> None:
+    """All pairs lose nothing, so that rounding chooses; a pair of unequal objects took the third term with it."""
+    for one in tasks(LINEAR_BIAS, 10):
+        total = 3 * one + one + one
+        merged, error = total.merged()
+        assert len(merged.parts) == 2
+        assert error < 1e-7
+        close(merged.dense(), 5 * one.dense())
+
+
+def test_a_sum_of_one_term_is_that_term_under_any_prior() -> None:
+    (one,) = tasks(LINEAR_BIAS, 1)
+    prior = torch.full((one.size,), 2.0, dtype=torch.float64)
+    layout = one.layout
+    assert layout.bias is not None
+    prior[layout.bias : layout.bias + layout.rows] = 5.0
+    close(KroneckerSum((one,)).with_prior(prior).logdet(), one.with_prior(prior).logdet())
+    close((KroneckerSum((one,)) * 3).with_prior(prior).variance(), (one * 3).with_prior(prior).variance())
 
 
 def test_a_sum_of_products_is_stored_and_read() -> None:

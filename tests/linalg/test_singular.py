@@ -9,6 +9,7 @@ from torch import nn
 from lapwing.errors import CurvatureError
 from lapwing.laplace import Laplace
 from lapwing.laplace.face import CLASSES
+from lapwing.linalg import CorrectedKronecker, EigenColumns, Kronecker, MatrixLayout, Term, eigenbasis
 
 STRUCTURES = [structure for subset, structure in CLASSES if subset == "all" and "diag" not in structure]
 SEEDS = range(4)
@@ -82,3 +83,33 @@ def test_a_prior_on_some_layers_only(structure: str) -> None:
             la(x)
         la.prior_precision = torch.tensor([1.0, 1.0, 1.0, 0.0])  # the last bias: one number, always determined
         assert bool((la(x, diagonal_output=True)[1] > 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_a_large_sum_of_products_that_share_a_null_space(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its diagonal in an eigenbasis is no sum of squares, and rounding gives zeros of either sign."""
+    monkeypatch.setattr(eigenbasis, "DENSE_LIMIT", 0)
+    layout = MatrixLayout(0, (4, 5), (0, 1), groups=1, rows=4, cols=5)
+
+    def product(seen: torch.Tensor) -> Kronecker:
+        inside, outputs = (torch.randn(n, 9, dtype=dtype) for n in (seen.shape[1], 4))
+        inputs = seen @ inside
+        return Kronecker(layout, (Term((inputs @ inputs.mT)[None], (outputs @ outputs.mT)[None], 9.0),))
+
+    for seed in range(20):
+        torch.manual_seed(seed)
+        directions = torch.linalg.qr(torch.randn(5, 5, dtype=dtype))[0]
+        singular = product(directions[:, :3]) + product(directions[:, :3])
+        for each in (singular, singular.parts[0].in_eigenbasis()):
+            with pytest.raises(CurvatureError, match="positive definite"):
+                each.with_prior(0.0)
+        definite = product(directions) + product(directions)
+        assert bool(definite.with_prior(0.0).logdet().isfinite())
+
+
+def test_a_wide_corrected_block_is_judged_by_the_size_of_its_factors() -> None:
+    """Not by the number of its weights: in float32 3,600 made zeros of all below 2e-5 of the largest."""
+    values = torch.logspace(-6, 0, 3600).reshape(1, 60, 60)
+    layout = MatrixLayout(0, (60, 60), (0, 1), groups=1, rows=60, cols=60)
+    block = CorrectedKronecker(layout, None, (EigenColumns(0, None, values),))
+    torch.testing.assert_close(block.with_prior(0.0).logdet(), values.log().sum())

@@ -68,6 +68,7 @@ def test_a_weighted_sum_of_rows_comes_back_with_its_scale() -> None:
         likelihoods.Poisson(),
         likelihoods.HeteroscedasticGaussian(),
         likelihoods.BernoulliMixture(),
+        likelihoods.Preference(),
     ],
     ids=lambda each: type(each).__name__,
 )

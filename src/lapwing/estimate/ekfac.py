@@ -20,7 +20,7 @@ in one basis add; others do not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,7 @@ from lapwing.linalg import (
     Dense,
     DenseRows,
     Kronecker,
+    KroneckerSum,
     Piece,
     Segments,
 )
@@ -88,7 +89,8 @@ class Corrected(Accumulator):
 
     @staticmethod
     def of(segments: Segments, basis: CorrectedKronecker) -> Corrected:
-        return Corrected(segments, basis.with_values([torch.zeros_like(part.values) for part in basis.parts]))
+        zeros = basis.with_values([torch.zeros_like(part.values) for part in basis.parts])
+        return Corrected(segments, replace(zeros, power=2))
 
     def add(self, pieces: list[Piece], first: bool) -> None:
         parts = self.block.parts
@@ -126,6 +128,8 @@ def _second(block: Block) -> Accumulator:
 def _only(block: Block, tangent: Tangent) -> Accumulator:
     """A block in the basis of another curvature, from zero."""
     segments, curvature = block.segments, block.curvature
+    if isinstance(curvature, KroneckerSum):
+        curvature = curvature.nearest
     if isinstance(curvature, Kronecker):
         return Corrected.of(segments, curvature.in_eigenbasis())
     if isinstance(curvature, CorrectedKronecker):

@@ -34,6 +34,11 @@ class Accumulator(ABC):
     reason: str = ""
     """Why a block is exact that others have factors for."""
 
+    @property
+    def used(self) -> bool:
+        """Whether there is a block to speak of: factors have not even a form before the first rows."""
+        return True
+
     @abstractmethod
     def add(self, pieces: list[Piece], first: bool) -> None:
         """Takes the rows of a chunk of cotangents, in flat coordinates; `first` marks the first chunk of a batch."""
@@ -121,6 +126,10 @@ class Matrix(Accumulator):
     budget: int = DEFAULT_BUDGET
     roles: dict[str, Sums] = field(default_factory=dict)
 
+    @property
+    def used(self) -> bool:
+        return bool(self.roles)
+
     def add(self, pieces: list[Piece], first: bool) -> None:
         by_role: dict[str | None, list[Piece]] = {}
         for piece in pieces:
@@ -202,9 +211,6 @@ class Matrix(Accumulator):
         if role == "upright":
             return Term(inputs, grads, sums.count, role)
         if role == "formed":
-            traces = grads.diagonal(dim1=1, dim2=2).sum(1)
-            total = float(traces.sum())
-            share = torch.where(traces > 0, total / traces, 1.0)  # each group has a trace of its own
-            return Term(inputs * share[:, None, None], grads, total, role)
+            return Term(inputs, grads, grads.diagonal(dim1=1, dim2=2).sum(1).double(), role)
         extra = self.layout.width - grads.shape[-1]  # this role does not use the bias
         return Term(F.pad(grads, (0, extra, 0, extra)), inputs, sums.count, role)

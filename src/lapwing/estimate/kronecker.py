@@ -34,6 +34,7 @@ from lapwing.linalg import (
     Dense,
     DenseRows,
     Kronecker,
+    KroneckerSum,
     LookupRows,
     MatrixLayout,
     OuterRows,
@@ -320,6 +321,8 @@ def _same_blocks(found: Blocks, options: KroneckerOptions, tangent: Tangent) -> 
     blocks: dict[Segments, Accumulator] = {}
     for block in found.blocks:
         segments, curvature = block.segments, block.curvature
+        if isinstance(curvature, KroneckerSum):
+            curvature = curvature.parts[0]
         if isinstance(curvature, Kronecker):
             layout, reduce = curvature.layout.placed(segments), options.sharing == "reduce"
             damped = curvature.factored_damping
@@ -333,7 +336,9 @@ def _same_blocks(found: Blocks, options: KroneckerOptions, tangent: Tangent) -> 
 def collect(blocks: dict[Segments, Accumulator], space: ParamSpace) -> Blocks:
     """Blocks in parameter order; parameters that no operation used have zero curvature."""
     found = [
-        Block(name_of(segments, space), segments, layer.curvature(), layer.reason) for segments, layer in blocks.items()
+        Block(name_of(segments, space), segments, layer.curvature(), layer.reason)
+        for segments, layer in blocks.items()
+        if layer.used
     ]
     like = torch.zeros((), dtype=space.dtype, device=space.device)
     return covering(space.size, found, like, lambda start: name_of(Segments(((start, start + 1),)), space))

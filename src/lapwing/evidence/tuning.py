@@ -79,7 +79,7 @@ def gradient(
         loss.backward()
         return float(loss.detach())
 
-    taken = 0
+    taken, parted = 0, False
     while True:
         # a line search that met a bound ends at the kink there: start anew inside, with no memory of the slope beyond
         optimiser = torch.optim.LBFGS(
@@ -101,8 +101,17 @@ def gradient(
         # the sum has terms as large as the targets are many, and its rounding hides slopes below this
         terms = 1 + float(value.abs()) + (evidence.fit.targets if isinstance(evidence.fit, GaussianFit) else 0)
         converged = rest <= max(100 * tolerance, torch.finfo(free.dtype).eps ** 0.5 * terms)
-        if converged or taken >= rounds or torch.equal(at, before):
+        if converged or taken >= rounds:
             break
+        if torch.equal(at, before):
+            if parted:
+                break
+            # equal precisions join weight and bias in a Kronecker block, and where they part the evidence falls by a
+            # step: no search comes down it, so that it begins behind it
+            parted = True
+            apart = torch.linspace(0, NEAR, len(start), dtype=free.dtype, device=free.device)
+            with torch.no_grad():
+                free[: len(start)] -= torch.where(at[: len(start)] > 0, apart, -apart)
     return _checked(Tuned(_detached(found), level.detach(), value, converged, taken), "gradient")
 
 

@@ -79,7 +79,7 @@ class Blocks(Curvature):
             found = {segments: block for segments, block in found.items() if not block.empty}
         for block in other.blocks:
             ours = found.get(block.segments)
-            if ours is not None:
+            if ours is not None and not ours.empty and not block.empty:
                 total = both(ours.curvature, block.curvature)
                 found[block.segments] = replace(ours, curvature=total, reason=ours.reason or block.reason)
             elif not block.empty:

@@ -110,7 +110,7 @@ class Kronecker(Curvature):
         """A and G with the curvature G (x) A: the count is divided out of A."""
         if len(self.terms) == 1:
             (term,) = self.terms
-            return term.cols * term.share, term.rows
+            return term.mean_cols, term.rows
         return nearest_kronecker(self.terms)
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
@@ -219,7 +219,7 @@ class Kronecker(Curvature):
         row_values, row_vectors = self.eigen_rows
         apart = columns(False) if self.joint_bias and self.layout.bias is not None else ()
         ties = ties_of(row_values, row_vectors)
-        return CorrectedKronecker(self.layout, row_vectors, columns(self.joint_bias), apart, ties)
+        return CorrectedKronecker(self.layout, row_vectors, columns(self.joint_bias), apart, ties, power=1)
 
 
 DENSE_LIMIT = 2048
@@ -261,16 +261,21 @@ class KroneckerSum(Curvature):
     def dense(self) -> Float[Tensor, "params params"]:
         return reduce(torch.add, (part.dense() for part in self.parts))
 
+    @property
+    def nearest(self) -> Kronecker:
+        """The product nearest to the sum; of one term, that term."""
+        return self.parts[0] if len(self.parts) == 1 else _nearest(self.parts)
+
     @cached_property
     def decomposed(self) -> Dense | Kronecker | CorrectedKronecker:
         """What takes the place of the sum when a prior is added."""
         if self.multiple is not None:
             return self.multiple.of.decomposed * self.multiple.scale
-        if self.parts[0].factored_damping:
-            return _nearest(self.parts)
+        if len(self.parts) == 1 or self.parts[0].factored_damping:
+            return self.nearest
         if self.size <= DENSE_LIMIT:
             return Dense(self.dense())
-        basis = _nearest(self.parts).in_eigenbasis()
+        basis = self.nearest.in_eigenbasis()
         terms = [part.factors for part in self.parts]
         return basis.with_values([_diagonal_in(part, terms) for part in basis.parts]).averaged()
 
@@ -294,11 +299,12 @@ class KroneckerSum(Curvature):
 
     def merged(self) -> tuple[KroneckerSum, float]:
         """One term less: the two that lose least become their nearest product. Also what that loses, relative."""
-        pairs = [[self.parts[i], self.parts[j]] for i, j in combinations(range(len(self.parts)), 2)]
-        products = [_nearest(pair) for pair in pairs]
-        lost = [_distance(pair, product) for pair, product in zip(pairs, products, strict=True)]
+        pairs = list(combinations(range(len(self.parts)), 2))  # by number: one object may be here twice
+        both = [[self.parts[i], self.parts[j]] for i, j in pairs]
+        products = [_nearest(each) for each in both]
+        lost = [_distance(each, product) for each, product in zip(both, products, strict=True)]
         best = min(range(len(pairs)), key=lost.__getitem__)
-        kept = [part for part in self.parts if all(part is not each for each in pairs[best])]
+        kept = [part for number, part in enumerate(self.parts) if number not in pairs[best]]
         error = (max(lost[best], 0.0) / max(float(_inner(self.parts, self.parts)), 1e-300)) ** 0.5
         return KroneckerSum((*kept, products[best])), error
 
@@ -310,7 +316,6 @@ def _added(ours: Kronecker | KroneckerSum, other: Curvature) -> KroneckerSum:
     parts = [part for each in (ours, other) for part in (each.parts if isinstance(each, KroneckerSum) else (each,))]
     for part in parts[1:]:
         _check_alike(parts[0], part)
-    parts = [part for part in parts if part.terms] or parts[:1]  # the data of some did not reach the weight
     total = KroneckerSum(tuple(parts))
     held = sum(factor.numel() * factor.element_size() for factor in parts[0].factors)
     while len(total.parts) > 1 and held * len(total.parts) > TERMS_LIMIT:

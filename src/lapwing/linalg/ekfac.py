@@ -38,6 +38,7 @@ from lapwing.linalg.psd import (
     check_prior,
     check_rank,
     check_scale,
+    rounding,
     same_kind,
 )
 from lapwing.linalg.rotation import EigenPart, each_part, swept
@@ -69,7 +70,8 @@ class CorrectedKronecker(Curvature):
     """One weight and its bias; `columns` is one entry for both, or one each where their correlation is dropped.
 
     `apart` has one each as well, for priors that differ between the two; empty where there is nothing to decouple.
-    `row_vectors` None stands for unit vectors: the tokens of a table.
+    `row_vectors` None stands for unit vectors: the tokens of a table. An eigenvalue is zero to rounding below the
+    rounding of the factors beside the largest, to the `power` 2 where L are sums of squares of rotated rows, else 1.
     """
 
     layout: MatrixLayout
@@ -77,6 +79,7 @@ class CorrectedKronecker(Curvature):
     columns: tuple[EigenColumns, ...]
     apart: tuple[EigenColumns, ...] = ()
     row_ties: Int[Tensor, "groups rows"] | None = None
+    power: int = 2
 
     @property
     def size(self) -> int:
@@ -112,7 +115,8 @@ class CorrectedKronecker(Curvature):
                 "eigenvalues belong to it. Fit all data at once, or the second part in the basis of the first: "
                 "ekfac(..., basis=first)."
             )
-        return self.with_values([a.values + b.values for a, b in zip(self.parts, other.parts, strict=True)])
+        total = self.with_values([a.values + b.values for a, b in zip(self.parts, other.parts, strict=True)])
+        return replace(total, power=min(self.power, other.power))
 
     def _same_basis(self, other: CorrectedKronecker) -> bool:
         ours, theirs = self.columns + self.apart, other.columns + other.apart
@@ -150,7 +154,7 @@ class CorrectedKronecker(Curvature):
                 delta = joint_prior(deltas, last_entry(part.values[:, 0], part.col_vectors))
             parts.append(replace(part, values=part.values + delta))
             check_positive(parts[-1].values.detach(), "corrected Kronecker curvature + prior")
-            check_rank(part.values.flatten(1), delta, "a corrected Kronecker block", power=2)
+            self._check_rank(part, delta)
         return KroneckerPrecision(self.layout, tuple(parts))
 
     def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
@@ -158,8 +162,12 @@ class CorrectedKronecker(Curvature):
         precisions, parts = check_precisions(precisions).to(self.columns[0].values), self._parts(self.columns)
         for part in parts:
             check_positive((part.values.min() + precisions.min()).detach(), "corrected Kronecker curvature + prior")
-            check_rank(part.values.flatten(1), precisions, "a corrected Kronecker block", power=2)
+            self._check_rank(part, precisions)
         return swept(self.layout, parts, pieces, precisions)
+
+    def _check_rank(self, part: EigenPart, delta: Tensor) -> None:
+        tolerance = max(rounding(part.values), rounding(part.values.mT)) ** self.power
+        check_rank(part.values.flatten(1), delta, "a corrected Kronecker block", tolerance)
 
     def _parts(self, columns: Sequence[EigenColumns]) -> list[EigenPart]:
         return [EigenPart(each.part, self.row_vectors, each.vectors, each.values) for each in columns]

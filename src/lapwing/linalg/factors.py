@@ -22,20 +22,30 @@ Factor = Tensor
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """Sums over data of one role of a weight: column side A [K, width, width], row side G [K, O, O], and the count."""
+    """Sums over data of one role of a weight: column side A [K, width, width], row side G [K, O, O], and the count.
+
+    The count is one number, or one for each group.
+    """
 
     cols: Factor
     rows: Factor
-    count: float
+    count: float | Float[Tensor, " groups"]
     role: str = "upright"
 
     def __add__(self, other: Term) -> Term:
         return Term(_add(self.cols, other.cols), _add(self.rows, other.rows), self.count + other.count, self.role)
 
     @property
-    def share(self) -> float:
-        """1 / count; a role without data has no curvature, and any number will do."""
-        return 1 / self.count if self.count > 0 else 1.0
+    def share(self) -> Float[Tensor, " groups"]:
+        """1 / count of every group; a role without data has no curvature, and any number will do."""
+        count = torch.as_tensor(self.count, dtype=torch.float64, device=self.rows.device).expand(len(self.rows))
+        return torch.where(count > 0, 1 / count, 1.0)
+
+    @property
+    def mean_cols(self) -> Factor:
+        """A / count."""
+        share = self.share.to(self.cols.dtype)
+        return self.cols * share.reshape(-1, *[1] * (self.cols.dim() - 1))
 
 
 def add_terms(ours: Sequence[Term], theirs: Sequence[Term]) -> tuple[Term, ...]:
@@ -63,10 +73,10 @@ def nearest_kronecker(terms: Sequence[Term]) -> tuple[Factor, Factor]:
     are not negative for PSD matrices, so that |x| is a solution where x is, and the factors are PSD.
     """
     cols, rows = _same_form([term.cols for term in terms]), _same_form([term.rows for term in terms])
-    share = torch.tensor([term.share for term in terms], dtype=torch.float64, device=rows.device)
+    share = torch.stack([term.share for term in terms])  # [i, k]
     col_gram = torch.einsum("i k d, j k d -> k i j", cols.flatten(2).double(), cols.flatten(2).double())
     row_gram = torch.einsum("i k d, j k d -> k i j", rows.flatten(2).double(), rows.flatten(2).double())
-    weighted = share[:, None] * col_gram * share  # D C D
+    weighted = share.mT[:, :, None] * col_gram * share.mT[:, None, :]  # D C D
     values, vectors = torch.linalg.eigh(row_gram)
     root = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)) @ vectors.mT  # R^(1/2): D C D R made symmetric
     first = torch.linalg.eigh(root @ weighted @ root)[1][..., -1:]
@@ -75,7 +85,7 @@ def nearest_kronecker(terms: Sequence[Term]) -> tuple[Factor, Factor]:
     row = torch.einsum("i k, i k ... -> k ...", mix.to(rows.dtype), rows)
     norm = row.flatten(1).square().sum(1).clamp_min(torch.finfo(row.dtype).tiny)
     onto = torch.einsum("i k d, k d -> i k", rows.flatten(2), row.flatten(1)) / norm
-    return torch.einsum("i k, i k ... -> k ...", onto * share[:, None].to(onto.dtype), cols), row
+    return torch.einsum("i k, i k ... -> k ...", onto * share.to(onto.dtype), cols), row
 
 
 def _same_form(factors: Sequence[Factor]) -> Tensor:

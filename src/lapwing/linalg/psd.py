@@ -279,16 +279,16 @@ def check_positive(values: Tensor, what: str) -> None:
         )
 
 
-def check_rank(values: Float[Tensor, "*batch p"], delta: Tensor, what: str, power: int = 1) -> None:
+def check_rank(values: Float[Tensor, "*batch p"], delta: Tensor, what: str, tolerance: float | None = None) -> None:
     """Where the prior is zero the curvature alone must have full rank, whatever sign rounding gives to its zeros.
 
-    An eigenvalue counts as zero up to `rounding` times the largest (to a `power`, where eigenvalues are sums of squares
-    of rotated rows): decided by the sign alone, half of all singular matrices would pass. One that is clearly negative
-    is left to `check_positive`, which says so.
+    An eigenvalue counts as zero up to `tolerance` times the largest (None: `rounding`, of a decomposed matrix): decided
+    by the sign alone, half of all singular matrices would pass. One that is clearly negative is left to
+    `check_positive`, which says so.
     """
     if bool((delta != 0).all()):
         return
-    tolerance = rounding(values) ** power
+    tolerance = rounding(values) if tolerance is None else tolerance
     largest, smallest = values.detach().amax(-1), values.detach().amin(-1)
     if bool((smallest.abs() <= tolerance * largest).any()):
         raise CurvatureError(

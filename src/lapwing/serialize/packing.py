@@ -62,6 +62,7 @@ register(
     likelihoods.Gaussian,
     likelihoods.HeteroscedasticGaussian,
     likelihoods.Poisson,
+    likelihoods.Preference,
 )
 
 
