@@ -208,11 +208,25 @@ PLAIN: dict[Callable, Callable | None] = {
 """Functions with fused kernels, and what is run instead of them; None for one whose parts are."""
 
 
+def plain_of(func: Callable) -> Callable | None:
+    """What is run for a function: itself, or a plain kernel in place of a fused one; None for one whose parts are."""
+    return func if func not in PLAIN or recomputed() else PLAIN[func]
+
+
+def recomputed() -> bool:
+    """Whether we are inside `torch.utils.checkpoint`, which repeats a forward pass on the way back, without our modes.
+
+    Functions run there as they are: what other kernels keep for their derivatives would be taken for what these keep.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 class Plain(TorchFunctionMode):
     """Runs plain kernels in place of fused ones, in this thread."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        plain = PLAIN.get(func, func)
+        plain = plain_of(func)
         if plain is not None:
             return plain(*args, **(kwargs or {}))
         with self:
