@@ -90,7 +90,7 @@ def traits(func: Callable) -> tuple[str, str | None]:
     if in_place or plain == "__setitem__" or func in IN_PLACE:
         return name, WRITING
     refusable = func in _DROPOUT or func in RECURRENT
-    refusable = refusable or func in (F.batch_norm, F.scaled_dot_product_attention, F.embedding)
+    refusable = refusable or func in (F.batch_norm, F.scaled_dot_product_attention, F.embedding, F.embedding_bag)
     return name, REFUSABLE if refusable else None
 
 
@@ -122,12 +122,13 @@ def refuse_train_mode(func, args, kwargs) -> None:
         dropout, train = args[5:7] if isinstance(args[3], bool) else args[6:8]
         if dropout > 0 and train:
             _refuse_random(f"dropout in {name_of(func)}")
-    elif func is F.embedding:
-        bound = dict(zip(("input", "weight", "padding_idx", "max_norm"), args, strict=False)) | kwargs
+    elif func in (F.embedding, F.embedding_bag):
+        third = "padding_idx" if func is F.embedding else "offsets"
+        bound = dict(zip(("input", "weight", third, "max_norm"), args, strict=False)) | kwargs
         if bound.get("max_norm") is not None:
             raise UnsupportedOperationError(
-                "embedding with max_norm rewrites its weight during the forward pass; expected a forward pass that "
-                "leaves the parameters alone. Renormalise the table once and build the layer without max_norm."
+                f"{name_of(func)} with max_norm rewrites its weight during the forward pass; expected a forward pass "
+                "that leaves the parameters alone. Renormalise the table once and build the layer without max_norm."
             )
 
 
