@@ -87,6 +87,18 @@ class HiddenLinear(torch.autograd.Function):
         return grad @ w.T, x.T @ grad
 
 
+@case
+def sparse_gradients():
+    e = nn.Embedding(5, 3, sparse=True, padding_idx=0)
+    return Net(lambda m, t: m.out(torch.tanh(m.e(t).mean(1))), e=e, out=lin(3, 2)), torch.randint(5, (4, 3))
+
+
+@case
+def sparse_gradients_of_bags():
+    e = nn.EmbeddingBag(5, 3, sparse=True)
+    return Net(lambda m, t: m.out(torch.tanh(m.e(t))), e=e, out=lin(3, 2)), torch.randint(5, (4, 3))
+
+
 # -- parameters that are views, copies, or written to ---------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from lapwing.linalg.autocast import outside_autocast
 from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks, push, side_by_side
 from lapwing.params import ParamSpace
 from lapwing.tangent.checks import check_output, check_space, check_trainable
-from lapwing.tangent.fallback import batched_grad, opaque_rows, pull_back
+from lapwing.tangent.fallback import batched_grad, gradients, opaque_rows, pull_back
 from lapwing.tangent.gate import Gate, gated, through
 from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, shape_key, take
 from lapwing.tangent.paths import custom_function
@@ -258,7 +258,7 @@ class Linearisation:
         parameters, direction = self.tangent.parameters, self.space.unravel(v)
         with torch.enable_grad():
             u = torch.zeros_like(self.output, requires_grad=True)
-            grads = torch.autograd.grad(self.output, list(parameters.values()), u, create_graph=True, allow_unused=True)
+            grads = gradients(self.output, list(parameters.values()), u, create_graph=True)
             terms = [
                 (grad * direction[name].to(grad.dtype)).sum()
                 for name, grad in zip(parameters, grads, strict=True)
@@ -277,8 +277,8 @@ class Linearisation:
                 f"the cotangent has shape {tuple(u.shape)}; expected that of the outputs, {tuple(self.output.shape)}."
             )
         parameters = self.tangent.parameters
-        options = {"retain_graph": True, "allow_unused": True, "create_graph": self.gate is not None}
-        grads = torch.autograd.grad(self.output, list(parameters.values()), u.to(self.output.dtype), **options)
+        options = {"retain_graph": True, "create_graph": self.gate is not None}
+        grads = gradients(self.output, list(parameters.values()), u.to(self.output.dtype), **options)
         flat = self.space.ravel(
             {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads, strict=True)}
         )

@@ -219,7 +219,7 @@ def recomputed() -> bool:
 
     Functions run there as they are: what other kernels keep for their derivatives would be taken for what these keep.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
