@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lapwing.errors import ModelError, ParameterError
 from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import batch_size, call, map_tensors
-from lapwing.tangent.operations import REFUSABLE, flat, refuse_train_mode, traits
+from lapwing.tangent.operations import flat, refuse_rewriting
 from lapwing.tangent.private import private
 
 REDUCTIONS = ("pick_first", "pick_last", "average")
@@ -163,7 +163,7 @@ class Use:
 
 
 class Readers(TorchFunctionMode):
-    """Counts the operations that make something of one of these tensors, and refuses those that no recorder takes.
+    """Counts the operations that make something of one of these tensors; refuses those that write into a parameter.
 
     While it is active, torch leaves out the fused paths of its encoders, which pack padded tokens into nested tensors.
     """
@@ -175,8 +175,7 @@ class Readers(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if traits(func)[1] is REFUSABLE:
-            refuse_train_mode(func, args, kwargs)
+        refuse_rewriting(func, args, kwargs)
         out = func(*args, **kwargs)
         if any(id(tensor) in self._wanted for tensor in flat(args, kwargs)) and flat((out,), {}):
             self.count += 1

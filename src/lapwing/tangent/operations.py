@@ -122,7 +122,13 @@ def refuse_train_mode(func, args, kwargs) -> None:
         dropout, train = args[5:7] if isinstance(args[3], bool) else args[6:8]
         if dropout > 0 and train:
             _refuse_random(f"dropout in {name_of(func)}")
-    elif func in (F.embedding, F.embedding_bag):
+    else:
+        refuse_rewriting(func, args, kwargs)
+
+
+def refuse_rewriting(func, args, kwargs) -> None:
+    """Tables that are renormalised in the forward pass: the parameters are the user's own."""
+    if func in (F.embedding, F.embedding_bag):
         third = "padding_idx" if func is F.embedding else "offsets"
         bound = dict(zip(("input", "weight", third, "max_norm"), args, strict=False)) | kwargs
         if bound.get("max_norm") is not None:
