@@ -50,7 +50,7 @@ def flat_gradient(scalar: Tensor, params: list[Tensor], create_graph: bool = Fal
     if not scalar.requires_grad:
         return torch.zeros(sum(p.numel() for p in params), dtype=scalar.dtype)
     grads = torch.autograd.grad(scalar, params, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    parts = [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+    parts = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(params, grads, strict=True)]
     return torch.cat([part.reshape(-1) for part in parts])
 
 

@@ -342,6 +342,17 @@ def test_another_likelihood_of_ones_own_is_refused(tmp_path: Path) -> None:
     made(structure="diag", task=_squares(0.5)).fit(data, checkpoint=path, checkpoint_every=2)
 
 
+def test_attributes_that_another_torch_has_do_not_matter(tmp_path: Path) -> None:
+    path, model = tmp_path / "c", mlp()
+    with pytest.raises(KeyboardInterrupt):
+        made(structure="diag", model=model).fit(Interrupted(batches(), 4), checkpoint=path, checkpoint_every=2)
+    model[0].later = True
+    la, whole = made(structure="diag", model=model), made(structure="diag")
+    la.fit(batches(), checkpoint=path, checkpoint_every=2)
+    whole.fit(batches())
+    torch.testing.assert_close(la.H, whole.H, rtol=1e-5, atol=1e-7)
+
+
 def test_an_older_checkpoint_is_resumed(tmp_path: Path) -> None:
     """Written before checkpoints held the structure of the model."""
     path = tmp_path / "c"

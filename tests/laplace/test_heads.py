@@ -86,6 +86,40 @@ def test_scores_of_all_tokens_of_which_one_is_taken(structure: str, bias: bool) 
         close(la(x)[1], brute @ covariance @ brute.mT)
 
 
+def test_positions_of_equal_scores_and_other_features_are_refused() -> None:
+    """Columns of zeros in the weight, as after pruning: which position was taken cannot be read off the scores."""
+    model = Net(
+        lambda m, x: m.score(m.a(x))[torch.arange(len(x)), (x[..., 0] > 9).int().argmax(1)],
+        a=nn.Linear(3, 4),
+        score=nn.Linear(4, 2),
+    )
+    with torch.no_grad():
+        model.score.weight[:, :2] = 0
+        model.a.weight[2:, 0] = 0
+    x = torch.randn(5, 3, 3)
+    x[:, 2, 0] = 10
+    tangent = FeatureTangent(model, "score")
+    close(tangent.at(x).rows(), oracle.jacobian(model, x)[..., -10:])
+    x[3, 2, 1:] = x[3, 0, 1:]  # alike but for what the score does not look at
+    with pytest.raises(ModelError, match="is not what its last layer"):
+        tangent.at(x)
+    x[3, 0] = x[3, 2]
+    close(tangent.at(x).rows(), oracle.jacobian(model, x)[..., -10:])
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+def test_a_table_that_is_rewritten_by_the_forward_pass_is_refused(table: type) -> None:
+    model = Net(
+        lambda m, t: m.head(h if (h := m.e(t)).dim() == 2 else h.mean(1)),
+        e=table(7, 4, max_norm=0.5),
+        head=nn.Linear(4, 2),
+    )
+    batches = [(torch.randint(7, (5, 3)), torch.zeros(5, 2))]
+    for subset in ("last_layer", "all"):
+        with unchanged(model), pytest.raises(ModelError, match="max_norm rewrites"):
+            Laplace(model, "regression", subset, hessian_structure="diag").fit(batches)
+
+
 def test_pooled_scores_are_refused_for_several_classes() -> None:
     """The largest score of every class comes from several tokens."""
     model = Net(lambda m, x: m.head(torch.tanh(m.a(x))).amax(1), a=nn.Linear(2, 3), head=nn.Linear(3, 2))

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
-from lapwing import Laplace
+from lapwing import Laplace, load
 from lapwing.errors import ParameterError
 from lapwing.laplace import BaseLaplace, identity
 from lapwing.laplace.identity import Kept, numbers, structure
@@ -144,6 +145,131 @@ def test_layers_may_be_frozen_that_are_not_random() -> None:
     before = la(data()[0][0])
     la.model[0].requires_grad_(requires_grad=False)
     assert torch.equal(la(data()[0][0]), before)
+
+
+class Holds(nn.Module):
+    """A model with something more: as an attribute, or as a buffer that is not saved."""
+
+    def __init__(self, held: object, buffer: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        if buffer:
+            self.register_buffer("held", held, persistent=False)  # pyright: ignore[reportArgumentType]
+        else:
+            self.held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def sparse() -> Tensor:
+    return torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+
+
+KINDS: dict[str, tuple[Callable[[], object], Callable[..., object] | None]] = {
+    "sparse": (lambda: sparse().to_sparse(), lambda held: held._values().mul_(2)),
+    "by rows": (lambda: sparse().to_sparse_csr(), lambda held: held.values().mul_(2)),
+    "by columns": (lambda: sparse().to_sparse_csc(), lambda held: held.values().mul_(2)),
+    "complex": (lambda: torch.tensor([1 + 2j, 3j]), lambda held: held.mul_(2)),
+    "conjugate": (lambda: torch.tensor([1 + 2j, 3j]).conj(), lambda held: held.mul_(2)),
+    "swapped": (lambda: torch.tensor([1 + 2j, 3j]), lambda held: setattr(held, "data", 2 * held.data)),
+    "eight bits": (lambda: torch.ones(3).to(torch.float8_e4m3fn), lambda held: held.fill_(2)),
+    "expanded": (lambda: torch.ones(1).expand(3), None),
+    "without values": (lambda: torch.empty(3, device="meta"), None),
+    "an array": (lambda: np.arange(3.0), lambda held: np.multiply(held, 2, out=held)),
+    "an array backwards": (lambda: np.arange(3.0)[::-1], lambda held: np.multiply(held, 2, out=held)),
+    "an array of other bytes": (lambda: np.arange(3, dtype=">f8"), lambda held: held.__setitem__(0, 5)),
+    "a long array": (lambda: np.arange(3, dtype=np.longdouble), lambda held: held.__setitem__(0, 5)),
+    "an array to read": (lambda: np.broadcast_to(np.arange(3.0), (2, 3)), None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("buffer", [False, True])
+def test_tensors_and_arrays_of_every_kind(tmp_path: Path, kind: str, buffer: bool) -> None:
+    make, change = KINDS[kind]
+    if buffer and not isinstance(make(), Tensor):
+        pytest.skip("no tensor")
+    la = Laplace(Holds(make(), buffer), "classification", "all", "diag")
+    la.fit(data())
+    x = data()[0][0]
+    before = la(x)
+    la.save(tmp_path / "a")
+    assert torch.equal(load(tmp_path / "a", Holds(make(), buffer))(x), before)
+    if change is None:
+        return
+    change(la.model.held)
+    with pytest.raises(ParameterError, match=r"'held.* has other numbers"):
+        la(x)
+
+
+COMPUTED: dict[str, Callable[[nn.Module], object]] = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": lambda layer: nn.utils.spectral_norm(layer).eval(),
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", list(COMPUTED))
+def test_a_weight_that_is_computed_before_every_pass_is_no_part_of_it(tmp_path: Path, how: str) -> None:
+    def build() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        COMPUTED[how](model[0])
+        return model
+
+    x = data()[0][0]
+    la = Laplace(build(), "classification", "all", "diag")
+    la.fit(data())
+    before = la(x)
+    la.save(tmp_path / "a")
+    for each in (la, load(tmp_path / "a", build())):
+        torch.testing.assert_close(each(x), before)
+        with torch.no_grad():
+            each.model(x)
+        torch.testing.assert_close(each(x), before)
+    next(la.model[0].parameters()).data.mul_(1.5)
+    with pytest.raises(ParameterError, match="has other numbers"):
+        la(x)
+
+
+class Lazy(nn.Module):
+    """Makes its table when it needs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(4.0), persistent=False)
+        setattr(self, "last", x)  # noqa: B010
+        return self.layer(x + self.table)
+
+
+def test_what_a_forward_pass_makes_for_itself_is_no_change() -> None:
+    x = data()[0][0]
+    la = Laplace(Lazy(), "classification", "all", "diag")
+    la.fit(data())
+    before = la(x)
+    la.model(x)
+    assert torch.equal(la(x), before)
+    la.model(2 * x)
+    assert torch.equal(la(x), before)
+    la.model.layer.weight.data.mul_(2)
+    with pytest.raises(ParameterError, match=r"'layer.weight' has other numbers"):
+        la(x)
+
+
+@pytest.mark.parametrize("change", ["a running mean", "another activation", "data.mul_"])
+def test_data_are_not_added_to_those_of_another_model(change: str) -> None:
+    la = fitted()
+    before = la.H.clone()
+    CHANGES[change](la.model)
+    with pytest.raises(ParameterError, match="not those that this posterior was fitted at"):
+        la.fit(data(), override=False)
+    assert torch.equal(la.H, before)
 
 
 def test_a_copy_has_an_identity_of_its_own() -> None:

@@ -30,7 +30,13 @@ def results(structure: str, subset: str) -> list[Tensor]:
     la.fit([(x, y)])
     drawn = [la.functional_samples(x, kind, n_samples=3, generator=torch.Generator().manual_seed(1)) for kind in KINDS]
     la.optimize_prior_precision(method="mackay")
-    return [la(x), *drawn, la.log_marginal_likelihood(), la.prior_precision]
+    jacobian = torch.cos(torch.arange(4.0 * la.n_params)).reshape(2, 2, -1)
+    gaussian = [
+        *(la.sample(2, torch.Generator().manual_seed(1)), la.log_prob(1.1 * la.mean), la.square_norm(1.1 * la.mean)),
+        *(la.functional_variance(jacobian), la.functional_covariance(jacobian), la.posterior_variance),
+        *(la.posterior_covariance, *([la.posterior_precision, la.posterior_scale] if structure == "full" else [])),
+    ]
+    return [la(x), *drawn, la.log_marginal_likelihood(), la.prior_precision, *gaussian]
 
 
 KINDS = ("glm", "nn")
@@ -76,6 +82,16 @@ def test_an_input_inside_torch_func_is_refused(name: str, subset: str) -> None:
     la.fit([(x, y)])
     with pytest.raises(DataError, match=r"inside torch\.func .* expected a plain tensor"):
         TRANSFORMS[name](la, x)
+
+
+def test_nothing_of_torch_func_stays() -> None:
+    x, y = data()
+    la = Laplace(model(), "classification", "all", "diag", prior_precision=2.0)
+    la.fit([(x, y)])
+    expected = la(x)
+    assert torch.func.grad(la.log_marginal_likelihood)(torch.tensor(3.0)).shape == ()
+    assert la.prior_precision.tolist() == [2.0]
+    assert torch.equal(la(x), expected)
 
 
 def test_data_on_meta_are_refused() -> None:

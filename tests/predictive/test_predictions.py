@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from lapwing import estimate
 from lapwing.errors import LikelihoodError, ModelError, OptionError
 from lapwing.likelihoods import Categorical
 from lapwing.likelihoods import Gaussian as GaussianLikelihood
-from lapwing.linalg import Precision
+from lapwing.linalg import Diagonal, Precision
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian
 from lapwing.predictive import draws, moments, network_draws, probabilities, probit, variances
@@ -130,8 +132,53 @@ def test_parameters_of_a_scripted_module_cannot_be_exchanged() -> None:
         curvature = estimate.diagonal(tangent, GaussianLikelihood(), [(x, torch.zeros_like(model(x)))])
         posterior = Gaussian(tangent.space.values(model), curvature.with_prior(1.0))
         assert moments(posterior, tangent.at(x))[0].shape == model(x).shape
-        with unchanged(model), pytest.raises(ModelError, match=rf"{named} a scripted module.*expected.*pred_type='glm'"):
+        message = rf"{named} a scripted module.*expected.*pred_type='glm'"
+        with unchanged(model), pytest.raises(ModelError, match=message):
             network_draws(posterior, tangent, x, 2, torch.Generator().manual_seed(0))
+
+
+class ByTheBack(nn.Module):
+    """Reaches its first layer as a module and by another way, which `forward` takes."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        layer = nn.Linear(3, 4)
+        layers = [layer, nn.Tanh()]
+
+        def inner(x):
+            for each in layers:
+                x = each(x)
+            return x
+
+        self.layer, self.out = layer, nn.Linear(4, 2)
+        self.run = inner if way == "closure" else None
+        self.held = SimpleNamespace(run=layer) if way == "object" else [layer.weight]
+
+    def forward(self, x):
+        if self.run is not None:
+            return self.out(self.run(x))
+        return self.out(x @ self.held[0].T if isinstance(self.held, list) else self.held.run(x))
+
+
+@pytest.mark.parametrize("way", ["closure", "object", "weight"])
+def test_draws_move_every_parameter_or_are_refused(way: str) -> None:
+    torch.manual_seed(0)
+    model, x = ByTheBack(way).double(), torch.randn(5, 3, dtype=torch.float64)
+    tangent = Tangent(model)
+    nothing = Diagonal(torch.zeros(tangent.space.size, dtype=torch.float64))
+    posterior = Gaussian(tangent.space.values(model), nothing.with_prior(1.0))
+    generator = torch.Generator().manual_seed(0)
+    with unchanged(model):
+        if way != "closure":
+            with pytest.raises(ModelError, match=r"'layer.weight' by a way of its own.*expected.*pred_type='glm'"):
+                network_draws(posterior, tangent, x, 3, generator)
+            return
+        found = network_draws(posterior, tangent, x, 3, generator)
+    sampled = posterior.sample(3, torch.Generator().manual_seed(0))
+    for theta, outputs in zip(sampled, found, strict=True):
+        other = ByTheBack(way).double()
+        nn.utils.vector_to_parameters(theta, other.parameters())
+        torch.testing.assert_close(outputs, other(x).detach())
 
 
 def test_images_keep_their_shape() -> None:

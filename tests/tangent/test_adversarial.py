@@ -59,6 +59,20 @@ class Once(torch.autograd.Function):
         return ctx.saved_tensors[0].cos() * grad
 
 
+class Unseen(torch.autograd.Function):
+    """A cube whose second derivative is hidden, and no error: its derivative leaves torch on the way."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x.detach().square() * grad.detach()
+
+
 class HiddenLinear(torch.autograd.Function):
     """Data and parameter meet where nobody looks."""
 
@@ -71,6 +85,18 @@ class HiddenLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
         return grad @ w.T, x.T @ grad
+
+
+@case
+def sparse_gradients():
+    e = nn.Embedding(5, 3, sparse=True, padding_idx=0)
+    return Net(lambda m, t: m.out(torch.tanh(m.e(t).mean(1))), e=e, out=lin(3, 2)), torch.randint(5, (4, 3))
+
+
+@case
+def sparse_gradients_of_bags():
+    e = nn.EmbeddingBag(5, 3, sparse=True)
+    return Net(lambda m, t: m.out(torch.tanh(m.e(t))), e=e, out=lin(3, 2)), torch.randint(5, (4, 3))
 
 
 # -- parameters that are views, copies, or written to ---------------------------------------------------------------
@@ -397,6 +423,36 @@ def checkpointed():
     return Net(
         lambda m, x: m.b(checkpoint(lambda h: torch.tanh(m.a(h)), x, use_reentrant=False)), a=lin(3, 4), b=lin(4, 2)
     ), randn(4, 3)
+
+
+def _checkpointed(part: nn.Module) -> tuple[nn.Module, Tensor]:
+    """The way back repeats the forward pass of the part, where no recorder is active."""
+
+    def body(m, x):
+        found = checkpoint(m.part, x, use_reentrant=False)
+        return m.out((found[0] if isinstance(found, tuple) else found).mean(1))
+
+    return Net(body, part=part, out=lin(4, 2)), randn(4, 3, 4)
+
+
+@case
+def checkpointed_lstm():
+    return _checkpointed(nn.LSTM(4, 4, batch_first=True))
+
+
+@case
+def checkpointed_gru():
+    return _checkpointed(nn.GRU(4, 4, num_layers=2, batch_first=True))
+
+
+@case
+def checkpointed_rnn():
+    return _checkpointed(nn.RNN(4, 2, bidirectional=True, batch_first=True))
+
+
+@case
+def checkpointed_encoder():
+    return _checkpointed(nn.TransformerEncoderLayer(4, 2, 3, batch_first=True))
 
 
 @case
@@ -809,6 +865,39 @@ def test_dead_batch_first_does_not_settle_the_axes() -> None:
     tangent = Tangent(model)
     for x in (dead, alive, dead):
         close(tangent.at(x).rows(), oracle.jacobian(model, x))
+
+
+@pytest.mark.parametrize("gate", [lambda x: 1.0, lambda x: (x[:, :1] > 0).double()], ids=["dead", "gated"])
+def test_hidden_second_derivatives_that_the_first_batch_does_not_reach(gate) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Net(
+        lambda m, x: m.b(x) + gate(x) * Unseen.apply(m.a(x)),  # pyright: ignore[reportOperatorIssue]
+        a=lin(3, 2, bias=False),
+        b=lin(3, 2),
+    )
+    tangent, blank = Tangent(model), torch.zeros(4, 3)
+    for x in (blank, torch.randn(4, 3), blank, torch.randn(3, 3)):
+        expected = oracle.jacobian(model, x)
+        v = torch.randn(expected.shape[-1])
+        close(tangent.at(x).mv(v), expected @ v)
+
+
+def test_second_derivatives_that_another_way_through_the_network_lacks() -> None:
+    """An operation of torch that can be differentiated once, and that the first batch does not meet."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+
+    def body(m, x):
+        h = m.a(x)
+        return m.b(torch.cdist(h, m.c) if float(x.detach().mean()) > 0 else h)
+
+    model = Net(body, a=lin(3, 4), b=lin(4, 2), c=parameter(4, 4))
+    tangent, up = Tangent(model), torch.rand(4, 3)
+    for x in (-up, up):
+        expected = oracle.jacobian(model, x)
+        v = torch.randn(expected.shape[-1])
+        close(tangent.at(x).mv(v), expected @ v)
 
 
 def test_frozen_after_the_space_was_made() -> None:

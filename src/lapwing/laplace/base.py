@@ -160,6 +160,8 @@ class BaseLaplace(Weights):
         file, the sum so far is kept there after every `checkpoint_every` batches; called again in the same way, also in
         another process, the fit goes on from it. The loader must give the same batches in the same order.
         """
+        if not override:
+            self._check_weights(whole=True)
         if progress_bar:
             train_loader = Tracked(train_loader, "curvature")
         pairs = self._data(Pairs(train_loader, self.dict_key_y, self._whole.device))

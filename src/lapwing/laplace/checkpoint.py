@@ -250,7 +250,8 @@ def _difference(model: nn.Module, name: str, saved: Any, ours: Any) -> str:
     if name in ("weights", "further numbers"):
         return "the model's weights or buffers have other numbers"
     if name == "structure":
-        return f"the model has {difference(model, ours, saved, 'had')}"
+        found = difference(model, ours, saved, "had")  # nothing where only the version of torch is another
+        return f"the model has {found}" if found else ""
     if name == "code of the likelihood":
         return "the likelihood has other code, or closes over other values"
     if isinstance(saved, dict) and isinstance(ours, dict):

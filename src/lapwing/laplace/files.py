@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import OptionError, StorageError
-from lapwing.laplace.identity import difference, further, structure
+from lapwing.laplace.identity import difference, further, numbers, structure
 from lapwing.laplace.options import Likelihood as Task
 from lapwing.laplace.state import check_curvature
 from lapwing.likelihoods import Likelihood
@@ -337,9 +337,10 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 @torch.no_grad()
 def _fill(model: nn.Module, given: Mapping[str, Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        if name in given:
-            buffer.copy_(given[name])
+    ours = numbers(model)
+    for name, _ in model.named_buffers():
+        if name in given and not torch.equal(ours[name].cpu(), given[name]):
+            ours[name].copy_(given[name])
 
 
 def _check_note(model: nn.Module, saved: Mapping[str, Any]) -> None:

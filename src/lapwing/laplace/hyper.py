@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lapwing.errors import CurvatureError, NotFittedError, OptionError, ParameterError
 from lapwing.evidence import Evidence, GaussianFit
@@ -314,7 +315,10 @@ class HyperParameters:
     def log_marginal_likelihood(
         self, prior_precision: float | int | Tensor | None = None, sigma_noise: float | int | Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """log Z of the Laplace approximation, differentiable in its arguments, which become the posterior's own."""
+        """log Z of the Laplace approximation, differentiable in its arguments, which become the posterior's own.
+
+        Inside `torch.func` they do not: nothing of it stays.
+        """
         before = self._prior_precision, self._sigma_noise
         try:
             if sigma_noise is not None:
@@ -328,10 +332,10 @@ class HyperParameters:
             self._prior_precision, self._sigma_noise = before
             self._posterior = None
             raise
-        if prior_precision is not None:
-            self._prior_precision = self._prior_precision.detach()
-        if sigma_noise is not None:
-            self._sigma_noise = self._sigma_noise.detach()
+        now = self._prior_precision.detach(), self._sigma_noise.detach()
+        if any(map(is_functorch_wrapped_tensor, now)):  # inside torch.func, whose tensors mean nothing outside
+            now, self._posterior = before, None
+        self._prior_precision, self._sigma_noise = now
         return value
 
     @outside_autocast

@@ -4,8 +4,9 @@
     numbers     parameters, all buffers (also those that `state_dict` leaves out), and tensors that are attributes
 
 Left out, as it changes nothing or is the forward pass's own: train or eval mode, `requires_grad`, hooks, devices,
-private attributes of torch's modules, attributes that `forward` assigns to (`words.written`), and what is in lists and
-dictionaries. Code is not looked at, except by checkpoints.
+private attributes of torch's modules, attributes that `forward` assigns to (`words.written`) or that a hook of torch
+computes before it (the weight of a pruned or normalised layer), and what is in lists and dictionaries. Code is not
+looked at, except by checkpoints.
 
 `Kept` holds a copy of the numbers, and says at every prediction whether the model is still the one that was fitted. A
 write through `.data` or a NumPy view leaves no trace but the numbers, so these are compared: all of them up to `WINDOW`
@@ -26,12 +27,14 @@ from torch import Tensor, nn
 
 from lapwing.errors import StorageError
 from lapwing.laplace.words import code_of, of_torch, text, written
+from lapwing.serialize.files import DTYPES
 
 WINDOW = 2**20
 """Numbers that are compared at every prediction."""
 _SMALL = 2**12
 """Up to so many, torch compares faster than NumPy."""
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROWS, _COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 _OWN = frozenset(vars(nn.Module())) | {"inplace", "_is_hf_initialized", "_compiled_call_impl"}
 """What every module has, besides the mode, and what changes no result."""
 
@@ -47,17 +50,19 @@ class Fact:
     children: tuple[nn.Module | None, ...]
     tensors: tuple[Tensor | None, ...]
     attributes: dict[str, Any]
+    made: frozenset[str]
+    """Attributes that are computed anew before every forward pass."""
     same: str | None = None
     """The path under which the same module was met before, if it was."""
 
     @staticmethod
     def of(path: str, module: nn.Module, skipped: frozenset[str], same: str | None) -> Fact:
-        kind = type(module)
-        inside = {name: value for name, value in vars(module).items() if name not in skipped}
+        kind, made = type(module), _made(module)
+        inside = {name: value for name, value in vars(module).items() if name not in skipped and name not in made}
         if of_torch(kind):
             inside = {name: value for name, value in inside.items() if not name.startswith("_")}
         children, tensors = tuple(module._modules.values()), (*module._parameters.values(), *module._buffers.values())
-        return Fact(path, module, kind, _forward(kind), children, tensors, inside, same)
+        return Fact(path, module, kind, _forward(kind), children, tensors, inside, made, same)
 
     def stands(self, skipped: frozenset[str]) -> bool:
         """Whether everything is still the very same object."""
@@ -71,7 +76,7 @@ class Fact:
             return False
         kept, count = self.attributes, 0
         for name, value in now.items():
-            if name in skipped:
+            if name in skipped or name in self.made:
                 continue
             if name in kept:
                 if kept[name] is not value:
@@ -94,6 +99,13 @@ class Fact:
 def _forward(kind: type) -> Any:
     """The class's `forward` as it is stored: that of a scripted module cannot be asked for without an instance."""
     return next((vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each)), None)
+
+
+def _made(module: nn.Module) -> frozenset[str]:
+    """What torch's own hooks compute from parameters before every pass: `weight_norm`, `spectral_norm`, `prune`."""
+    hooks = vars(module).get("_forward_pre_hooks", {}).values()
+    names = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks if of_torch(type(hook)))
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 def _is_numbers(value: Any) -> bool:
@@ -157,13 +169,22 @@ def difference(model: nn.Module, ours: Mapping[str, Any], theirs: Any, where: st
 
 
 def numbers(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of the model by its path, as it is: parameters, buffers, attributes. Shared ones come once."""
+    """Every tensor of the model by its path, in the same memory: parameters, buffers, attributes. Shared ones once.
+
+    Sparse tensors by their parts, numbers that a file has no name for as others of the same bits.
+    """
+    held = _held(model)
+    return {at: each for name, value in held.items() for at, each in _plain(name, value).items()}
+
+
+def _held(model: nn.Module) -> dict[str, Tensor | np.ndarray]:
+    """The same as the modules hold them."""
     found, seen = {}, set()
     for fact in facts(model):
-        for name, tensor in _tensors(fact):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                found[f"{fact.path}.{name}" if fact.path else name] = tensor
+        for name, value in _tensors(fact):
+            if id(value) not in seen:
+                seen.add(id(value))
+                found[f"{fact.path}.{name}" if fact.path else name] = value
     return found
 
 
@@ -173,14 +194,44 @@ def further(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in numbers(model).items() if name not in known}
 
 
-def _tensors(fact: Fact) -> Iterator[tuple[str, Tensor]]:
+def _tensors(fact: Fact) -> Iterator[tuple[str, Tensor | np.ndarray]]:
     for held in (fact.module._parameters, fact.module._buffers):
         yield from ((name, tensor) for name, tensor in held.items() if tensor is not None)
     for name, value in fact.attributes.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype.kind in "fiubc"):
             yield name, value
-        elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-            yield name, torch.from_numpy(value)
+
+
+def _array(value: np.ndarray) -> Tensor:
+    """An array as a tensor in the same memory; a copy where torch has none like it."""
+    native = value.dtype.newbyteorder("=")
+    if native.itemsize > (16 if native.kind == "c" else 8):  # of more digits than torch knows
+        native = np.dtype(complex if native.kind == "c" else float)
+    alike = value.flags.writeable and native == value.dtype and min(value.strides, default=0) >= 0
+    return torch.from_numpy(value if alike else np.array(value, dtype=native, order="C"))
+
+
+def _plain(name: str, held: Tensor | np.ndarray) -> dict[str, Tensor]:
+    """A tensor as dense ones of real numbers, by names; none of one without numbers, or of a layout of its own."""
+    tensor = _array(held) if isinstance(held, np.ndarray) else held
+    if tensor.is_meta or tensor.is_nested:
+        return {}
+    if tensor.layout == torch.sparse_coo:
+        parts = {"indices": tensor._indices(), "values": tensor._values()}
+    elif tensor.layout in _ROWS:
+        parts = {"ends": tensor.crow_indices(), "places": tensor.col_indices(), "values": tensor.values()}
+    elif tensor.layout in _COLUMNS:
+        parts = {"ends": tensor.ccol_indices(), "places": tensor.row_indices(), "values": tensor.values()}
+    elif tensor.layout != torch.strided:
+        return {}
+    elif tensor.is_complex():
+        return _plain(name, torch.view_as_real(tensor.detach().resolve_conj()))
+    elif tensor.dtype in DTYPES or tensor.is_quantized:
+        return {name: tensor}
+    else:
+        return {name: tensor.detach().reshape(-1).view(torch.uint8)}
+    parts["shape"] = torch.tensor(tensor.shape)
+    return {at: each for part, value in parts.items() for at, each in _plain(f"{name}.{part}", value).items()}
 
 
 # -- the model that was fitted -----------------------------------------------------------------------------------------
@@ -198,6 +249,8 @@ class Kept:
     copies: dict[str, Tensor]
     marks: list[tuple[Tensor, int, int]]
     windows: list[list[_Part]]
+    strange: dict[str, Tensor | np.ndarray]
+    """Arrays, sparse tensors and the like: always compared whole."""
     turn: int = 0
 
     @staticmethod
@@ -208,9 +261,12 @@ class Kept:
     @staticmethod
     def _of(model: nn.Module, copies: dict[str, Tensor]) -> Kept:
         skipped = _skipped(model)
-        own = numbers(model)
+        held = _held(model)
+        own = {name: each for name, each in held.items() if isinstance(each, Tensor) and name in copies}
+        own = {name: each for name, each in own.items() if _plain(name, each).get(name) is each}
+        strange = {name: each for name, each in held.items() if name not in own}
         marks = [(each, *_mark(each)) for each in own.values()]
-        return Kept(facts(model, skipped), skipped, copies, marks, _windows(own, copies))
+        return Kept(facts(model, skipped), skipped, copies, marks, _windows(own, copies), strange)
 
     def difference(self, model: nn.Module, whole: bool = False) -> str:
         """What has changed, in words; empty where nothing has, as far as is looked (see above)."""
@@ -218,12 +274,16 @@ class Kept:
         if stands and not whole:
             moved = len(self.windows) > 1 and any(_mark(own) != (v, at) for own, v, at in self.marks)
             turn = self.turn = (self.turn + 1) % len(self.windows)
-            if not moved and _stands(self.windows[turn]):
+            if not moved and _stands(self.windows[turn]) and self._strange_stand():
                 return ""
         found = self._compared(model)
         if not found:  # other objects that hold the same, or writes that changed nothing
             vars(self).update(vars(self._of(model, self.copies)))
         return found
+
+    def _strange_stand(self) -> bool:
+        parts = (part for name, each in self.strange.items() for part in _plain(name, each).items())
+        return all(at not in self.copies or _same(part, self.copies[at]) for at, part in parts)
 
     def _compared(self, model: nn.Module) -> str:
         """Everything, by name."""
@@ -240,17 +300,19 @@ class Kept:
         if found := next(functions, ""):
             return found
         own = numbers(model)
-        if own.keys() != self.copies.keys():
-            name = next(name for name in {**own, **self.copies} if (name in own) != (name in self.copies))
+        # what a forward pass has made for itself meanwhile, as a cache, is no part of what was fitted
+        new = (name for name in own if name not in self.copies and name.rpartition(".")[2] not in self.skipped)
+        name = next(new, None) or next((name for name in self.copies if name not in own), None)
+        if name is not None:
             return f"{name!r} is {'new' if name in own else 'missing'}"
-        other = [name for name, tensor in own.items() if not _same(tensor, self.copies[name])]
+        other = [name for name, copy in self.copies.items() if not _same(own[name], copy)]
         more = f", and so have {len(other) - 1} more" if len(other) > 1 else ""
         return f"{other[0]!r} has other numbers{more}" if other else ""
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
     """How often torch has counted a write, and where the numbers are: sees what goes through torch, and only that."""
-    return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr() if tensor.device.type != "meta" else 0
+    return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def _windows(own: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> list[list[_Part]]:
@@ -259,7 +321,7 @@ def _windows(own: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> list[li
     room, step = WINDOW, max(1, WINDOW // 4)
     for name, tensor in own.items():
         size = tensor.numel()
-        whole = size <= min(_SMALL, step) or tensor.layout != torch.strided or not tensor.is_contiguous()
+        whole = size <= min(_SMALL, step) or not tensor.is_contiguous()
         for start in [None] if whole or tensor.device.type != "cpu" else range(0, size, step):
             part = None if start is None else slice(start, min(start + step, size))
             count = size if part is None else part.stop - part.start
@@ -298,13 +360,11 @@ def _same(own: Tensor, copy: Tensor) -> bool:
     if torch.equal(own, copy):
         return True
     # a number that is none (NaN) is not equal to itself
-    return own.layout == torch.strided and not own.is_quantized and torch.equal(_whole(own), _whole(copy))
+    return not own.is_quantized and torch.equal(_whole(own), _whole(copy))
 
 
 def _whole(tensor: Tensor) -> Tensor:
     """The bits of the numbers, as whole numbers."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
     return tensor.view(_WHOLE[tensor.itemsize]) if tensor.is_floating_point() else tensor
 
 

@@ -14,6 +14,7 @@ from lapwing.laplace.classes import DiagLaplace, FullLaplace, KronLaplace, Param
 from lapwing.laplace.data import peek
 from lapwing.laplace.structures import CLOSED_FORM, AnyTangent
 from lapwing.likelihoods import Likelihood
+from lapwing.linalg.autocast import outside_autocast
 from lapwing.subnetwork import last_layer
 from lapwing.tangent import Tangent
 from lapwing.tangent.features import FeatureTangent
@@ -117,6 +118,7 @@ class LLLaplace(ParametricLaplace):
         assert tangent is not None
         return pairs, tangent
 
+    @outside_autocast
     def functional_variance_fast(self, X: Any) -> tuple[Tensor, Tensor]:
         """Outputs and the variance of each of them, [B, *out] both, without the covariances between outputs."""
         posterior = self.posterior

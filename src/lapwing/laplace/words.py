@@ -151,13 +151,15 @@ def _inside(value: Any) -> Any:
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 
+_BY_NAME = frozenset(("setattr", "register_buffer"))
 _written: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
 
 def written(kind: type[nn.Module]) -> frozenset[str]:
     """Names of attributes that the forward pass of a module assigns to, as counters and caches: no part of what it is.
 
-    Read from the bytecode of `forward` and of the methods that it names; an assignment through `setattr` is not seen.
+    Read from the bytecode of `forward` and of the methods that it names. Beside `setattr` and `register_buffer` every
+    name that stands there as a string counts.
     """
     if kind not in _written:
         _written[kind] = frozenset(_assigned(kind, "forward", set()))
@@ -172,6 +174,8 @@ def _assigned(kind: type, name: str, seen: set[str]) -> Iterator[str]:
         return
     for each in _codes(function.__code__):
         yield from (str(step.argval) for step in dis.get_instructions(each) if step.opname == "STORE_ATTR")
+        if not _BY_NAME.isdisjoint(each.co_names):
+            yield from (value for value in each.co_consts if isinstance(value, str) and value.isidentifier())
         for other in each.co_names:
             if other not in seen and not (other.startswith("__") and other.endswith("__")):
                 yield from _assigned(kind, other, seen)

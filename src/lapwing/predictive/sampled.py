@@ -8,7 +8,7 @@ faster then (a convolution with other weights for each draw is grouped by draws)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,7 +21,7 @@ from lapwing.linalg.rows import chunks
 from lapwing.posterior import Gaussian
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import Called, check_input
-from lapwing.tangent.operations import PLAIN, Plain
+from lapwing.tangent.operations import PLAIN, Plain, flat
 
 TOGETHER = 2**16
 """Entries of the largest activation up to which draws are run together: about where the two ways take the same time."""
@@ -48,7 +48,7 @@ def network_draws(
 
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(differentiable))
-        mean, seen = _named(tangent, posterior.mean.expand(2, -1)), _Seen()
+        mean, seen = _named(tangent, posterior.mean.expand(2, -1)), _Seen(tangent.parameters)
         with seen:
             expected = _in_turn(run, mean)  # errors of the model itself are raised here
         if seen.fused:  # a mode costs time in every operation, and most models do without
@@ -66,9 +66,9 @@ def _refuse_scripted(caller: nn.Module) -> None:
     for name, module in caller.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ModelError(
-                f"{name.removeprefix('model').lstrip('.') or 'the model'} is a scripted module, and its parameters cannot "
-                "be exchanged for sampled ones; expected modules of Python. Use pred_type='glm', or the model as it was "
-                "before torch.jit.script or torch.jit.trace."
+                f"{name.removeprefix('model').lstrip('.') or 'the model'} is a scripted module, and its parameters "
+                "cannot be exchanged for sampled ones; expected modules of Python. Use pred_type='glm', or the model "
+                "as it was before torch.jit.script or torch.jit.trace."
             )
 
 
@@ -98,15 +98,26 @@ def _follows(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor
 
 
 class _Seen(Plain):
-    """The number of entries of the largest tensor that operations return, and whether one has a fused kernel."""
+    """The number of entries of the largest tensor that operations return, and whether one has a fused kernel.
 
-    def __init__(self) -> None:
+    Refuses a model that reads one of its own parameters, in whose place another tensor was to be.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.largest, self.fused = 0, False
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.fused = self.fused or func in PLAIN
         out = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, Tensor):
             self.largest = max(self.largest, out.numel())
+        name = next((self._names[id(t)] for t in flat(args, kwargs or {}) if id(t) in self._names), None)
+        if name is not None and flat((out,), {}):
+            raise ModelError(
+                f"the model reaches its parameter {name!r} by a way of its own (a global variable, or an object that "
+                "is no module), where no sampled tensor can be put in its place; expected parameters that are read as "
+                "attributes of the model's modules. Use pred_type='glm', or hand the module on as an attribute."
+            )
         return out

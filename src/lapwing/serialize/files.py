@@ -60,7 +60,7 @@ PARTIAL = ".partial"
 OLD = 86_400.0
 """Seconds after which such a file is taken for left behind, where there are no locks to tell."""
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -72,7 +72,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 AnyPath = str | os.PathLike[str]
 _BLANK = b"0" * 64
 _MARK = b'"lapwing":"{\\"digest\\":\\"'  # no tensor's name can look like it: quotes within names are escaped
@@ -106,7 +106,7 @@ def write(path: AnyPath, tensors: Mapping[str, Tensor], metadata: Mapping[str, A
     places, end = {}, 0
     for name in sorted(plain, key=lambda name: -plain[name].itemsize):  # wide numbers first: all are then aligned
         start, end = end, end + plain[name].nbytes
-        places[name] = {"dtype": _DTYPES[plain[name].dtype], "shape": list(plain[name].shape)}
+        places[name] = {"dtype": DTYPES[plain[name].dtype], "shape": list(plain[name].shape)}
         places[name]["data_offsets"] = [start, end]
     header = json.dumps({"__metadata__": {FORMAT: text}} | places, separators=(",", ":")).encode()
     if len(header) > LIMIT:
@@ -192,10 +192,10 @@ def _unwritable(path: AnyPath, error: Exception) -> StorageError:
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """A tensor in main memory and row-major."""
-    if tensor.layout != torch.strided or tensor.dtype not in _DTYPES or name == "__metadata__":
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPES or name == "__metadata__":
         raise StorageError(
             f"the tensor {name!r} has layout {tensor.layout} and dtype {tensor.dtype}; expected a dense one with a "
-            f"name of its own and one of the dtypes {[str(dtype) for dtype in _DTYPES]}. Convert it."
+            f"name of its own and one of the dtypes {[str(dtype) for dtype in DTYPES]}. Convert it."
         )
     return tensor.detach().cpu().contiguous()
 

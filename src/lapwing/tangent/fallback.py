@@ -49,17 +49,17 @@ def opaque_rows(
                 "model.eval(); layers that mix data points cannot be linearised per sample."
             )
         for r in range(count):
-            grads = torch.autograd.grad(
-                alone,
-                parameters,
-                cotangents[r, n : n + 1].to(alone.dtype),
-                retain_graph=r < count - 1,
-                allow_unused=True,
-            )
+            grads = gradients(alone, parameters, cotangents[r, n : n + 1].to(alone.dtype), retain_graph=r < count - 1)
             for rows, grad in zip(out, grads, strict=True):
                 if grad is not None:
                     rows[r, n] = grad.flatten().to(space.dtype)
     return dict(zip(names, out, strict=True))
+
+
+def gradients(output: Tensor, inputs: Sequence[Any], cotangent: Tensor, **options: bool) -> list[Tensor | None]:
+    """d(cotangent . output) / d input, dense also for a table that asks for sparse gradients; None where unrelated."""
+    grads = torch.autograd.grad(output, inputs, cotangent, allow_unused=True, **options)
+    return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
 
 
 def batched_grad(

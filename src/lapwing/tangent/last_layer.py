@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lapwing.errors import ModelError, ParameterError
 from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import batch_size, call, map_tensors
-from lapwing.tangent.operations import flat
+from lapwing.tangent.operations import flat, refuse_rewriting
 from lapwing.tangent.private import private
 
 REDUCTIONS = ("pick_first", "pick_last", "average")
@@ -145,9 +145,11 @@ class Use:
             return features
         # a classifier of sequences scores every token, and takes the score of the last one that is no padding
         same = (made == output.detach().reshape(batch, 1, -1)).all(-1)
-        if not bool(same.any(1).all()):
-            return features
-        return features[torch.arange(batch, device=features.device), same.int().argmax(1)].unsqueeze(1)
+        picked = features[torch.arange(batch, device=features.device), same.int().argmax(1)].unsqueeze(1)
+        # where several positions give the output, other features (in columns of W that are zero, say) leave it open
+        eps = torch.finfo(features.dtype).eps
+        other = ((features - picked).abs() > eps**0.5 * picked.abs().max()).any(-1) & same
+        return features if not bool(same.any(1).all()) or bool(other.any()) else picked
 
     def is_whole(self, output: Tensor) -> bool:
         """Whether the model's output is this one in the same memory, in the same order, and not written to since."""
@@ -161,7 +163,7 @@ class Use:
 
 
 class Readers(TorchFunctionMode):
-    """Counts the operations that make something of one of these tensors.
+    """Counts the operations that make something of one of these tensors; refuses those that write into a parameter.
 
     While it is active, torch leaves out the fused paths of its encoders, which pack padded tokens into nested tensors.
     """
@@ -173,6 +175,7 @@ class Readers(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        refuse_rewriting(func, args, kwargs)
         out = func(*args, **kwargs)
         if any(id(tensor) in self._wanted for tensor in flat(args, kwargs)) and flat((out,), {}):
             self.count += 1

@@ -33,9 +33,10 @@ from lapwing.linalg.autocast import outside_autocast
 from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks, push, side_by_side
 from lapwing.params import ParamSpace
 from lapwing.tangent.checks import check_output, check_space, check_trainable
-from lapwing.tangent.fallback import batched_grad, opaque_rows, pull_back
+from lapwing.tangent.fallback import batched_grad, gradients, opaque_rows, pull_back
 from lapwing.tangent.gate import Gate, gated, through
 from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, shape_key, take
+from lapwing.tangent.paths import custom_function
 from lapwing.tangent.private import private
 from lapwing.tangent.probe import Probe, probe
 from lapwing.tangent.record import Record, Recorder, whole_aliases
@@ -116,9 +117,14 @@ class Tangent:
         return Linearisation(self, x, value, record, found, gate)
 
     def differentiable_twice(self, linearisation: Linearisation) -> bool:
-        """Whether J v may be had from the derivative of J^T u; tried once."""
+        """Whether J v may be had from the derivative of J^T u; tried once where all operations are torch's own.
+
+        A custom autograd function may hide its second derivative without a word, and only in batches that reach it.
+        """
+        if custom_function(linearisation.output):
+            return linearisation.adjoint
         if self._twice is None:
-            self._twice = linearisation.adjoint()
+            self._twice = linearisation.adjoint
         return self._twice
 
     def _recorded(
@@ -225,13 +231,15 @@ class Linearisation:
         with torch.inference_mode(False), torch.enable_grad():
             v = v.clone() if v.is_inference() else v
             if self.tangent.differentiable_twice(self):
-                return self._derivative_along(v)
+                with suppress(RuntimeError):  # an operation that the batch which was tried did not meet
+                    return self._derivative_along(v)
             parts = [
                 assemble(self._pull(eye), self.space.total, slice(0, self.batch)) @ self.space.expand(v)
                 for eye in self.identity(self.cotangent_bytes + 8 * self.batch * self.space.total)
             ]
             return torch.cat(parts).mT.reshape(self.output.shape)
 
+    @cached_property
     def adjoint(self) -> bool:
         """Whether u . (J v) = (J^T u) . v for one u and v: not where an operation hides its second derivative."""
         v = torch.cos(torch.arange(self.space.size, dtype=self.space.dtype, device=self.space.device))
@@ -250,7 +258,7 @@ class Linearisation:
         parameters, direction = self.tangent.parameters, self.space.unravel(v)
         with torch.enable_grad():
             u = torch.zeros_like(self.output, requires_grad=True)
-            grads = torch.autograd.grad(self.output, list(parameters.values()), u, create_graph=True, allow_unused=True)
+            grads = gradients(self.output, list(parameters.values()), u, create_graph=True)
             terms = [
                 (grad * direction[name].to(grad.dtype)).sum()
                 for name, grad in zip(parameters, grads, strict=True)
@@ -269,8 +277,8 @@ class Linearisation:
                 f"the cotangent has shape {tuple(u.shape)}; expected that of the outputs, {tuple(self.output.shape)}."
             )
         parameters = self.tangent.parameters
-        options = {"retain_graph": True, "allow_unused": True, "create_graph": self.gate is not None}
-        grads = torch.autograd.grad(self.output, list(parameters.values()), u.to(self.output.dtype), **options)
+        options = {"retain_graph": True, "create_graph": self.gate is not None}
+        grads = gradients(self.output, list(parameters.values()), u.to(self.output.dtype), **options)
         flat = self.space.ravel(
             {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads, strict=True)}
         )

@@ -90,7 +90,7 @@ def traits(func: Callable) -> tuple[str, str | None]:
     if in_place or plain == "__setitem__" or func in IN_PLACE:
         return name, WRITING
     refusable = func in _DROPOUT or func in RECURRENT
-    refusable = refusable or func in (F.batch_norm, F.scaled_dot_product_attention, F.embedding)
+    refusable = refusable or func in (F.batch_norm, F.scaled_dot_product_attention, F.embedding, F.embedding_bag)
     return name, REFUSABLE if refusable else None
 
 
@@ -122,12 +122,19 @@ def refuse_train_mode(func, args, kwargs) -> None:
         dropout, train = args[5:7] if isinstance(args[3], bool) else args[6:8]
         if dropout > 0 and train:
             _refuse_random(f"dropout in {name_of(func)}")
-    elif func is F.embedding:
-        bound = dict(zip(("input", "weight", "padding_idx", "max_norm"), args, strict=False)) | kwargs
+    else:
+        refuse_rewriting(func, args, kwargs)
+
+
+def refuse_rewriting(func, args, kwargs) -> None:
+    """Tables that are renormalised in the forward pass: the parameters are the user's own."""
+    if func in (F.embedding, F.embedding_bag):
+        third = "padding_idx" if func is F.embedding else "offsets"
+        bound = dict(zip(("input", "weight", third, "max_norm"), args, strict=False)) | kwargs
         if bound.get("max_norm") is not None:
             raise UnsupportedOperationError(
-                "embedding with max_norm rewrites its weight during the forward pass; expected a forward pass that "
-                "leaves the parameters alone. Renormalise the table once and build the layer without max_norm."
+                f"{name_of(func)} with max_norm rewrites its weight during the forward pass; expected a forward pass "
+                "that leaves the parameters alone. Renormalise the table once and build the layer without max_norm."
             )
 
 
@@ -208,11 +215,25 @@ PLAIN: dict[Callable, Callable | None] = {
 """Functions with fused kernels, and what is run instead of them; None for one whose parts are."""
 
 
+def plain_of(func: Callable) -> Callable | None:
+    """What is run for a function: itself, or a plain kernel in place of a fused one; None for one whose parts are."""
+    return func if func not in PLAIN or recomputed() else PLAIN[func]
+
+
+def recomputed() -> bool:
+    """Whether we are inside `torch.utils.checkpoint`, which repeats a forward pass on the way back, without our modes.
+
+    Functions run there as they are: what other kernels keep for their derivatives would be taken for what these keep.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 class Plain(TorchFunctionMode):
     """Runs plain kernels in place of fused ones, in this thread."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        plain = PLAIN.get(func, func)
+        plain = plain_of(func)
         if plain is not None:
             return plain(*args, **(kwargs or {}))
         with self:

@@ -9,6 +9,7 @@ about a microsecond per node of the graph, in every batch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from torch.autograd.graph import GradientEdge
 from lapwing.tangent.sources import Derived
 
 Key = tuple[Any, int]
+_OWN = re.compile(r"Backward\d+$|::(AccumulateGrad|CopySlices|CopyBackwards)$")
+"""How torch names the nodes of its own operations; those of others end without a number."""
 
 
 @dataclass
@@ -45,6 +48,20 @@ class Paths:
         for source in {(s.edge.node, s.edge.output_nr): s for s in self.derived}.values():
             found |= _reached((source.edge.node, source.edge.output_nr), leaves, inner, {}) - source.names
         return found
+
+
+def custom_function(output: Tensor) -> bool:
+    """Whether operations that are not torch's own lie behind an output: a custom autograd function, scripted code."""
+    seen, stack = set(), [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if _OWN.search(node.name()) is None:
+            return True
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+    return False
 
 
 def edge_key(tensor: Tensor) -> Key:

@@ -138,7 +138,7 @@ class _Copies:
         return self._with_attributes(function, partial(inner, *given, **named))
 
     def function(self, function: FunctionType) -> FunctionType:
-        """With closures over the copies, where it closes over modules; variables of other kinds stay shared."""
+        """With closures over the copies, where it closes over modules or lists of them; other variables stay shared."""
         if not function.__closure__:
             return function
         if id(function) in self._made:
@@ -158,7 +158,8 @@ class _Copies:
             held = cell.cell_contents
         except ValueError:  # not assigned yet
             return cell
-        if not isinstance(held, (nn.Module, MethodType, FunctionType, partial)):
+        inside = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else (held,)
+        if not any(isinstance(each, (nn.Module, MethodType, FunctionType, partial)) for each in inside):
             return cell
         copy = self.of(held)
         return cell if copy is held else CellType(copy)

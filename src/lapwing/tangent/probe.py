@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import ModelError
 from lapwing.params import ParamSpace
-from lapwing.tangent.fallback import pull_back
+from lapwing.tangent.fallback import gradients, pull_back
 from lapwing.tangent.inputs import batch_size, call, take
 from lapwing.tangent.record import Event, Record, Recorder
 from lapwing.tangent.samples import SampleAxis, candidates, changed_sample, differs, not_zero
@@ -195,10 +195,10 @@ def _one(value: Tensor, sample: int) -> Tensor:
     return u
 
 
-def _gradients(value: Tensor, inputs: list[Any], cotangent: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(value: Tensor, inputs: list[Any], cotangent: Tensor) -> list[Tensor | None]:
     if not value.requires_grad or not inputs:
-        return (None,) * len(inputs)
-    return torch.autograd.grad(value, inputs, cotangent, retain_graph=True, allow_unused=True)
+        return [None] * len(inputs)
+    return gradients(value, inputs, cotangent, retain_graph=True)
 
 
 _DIGITS = 8

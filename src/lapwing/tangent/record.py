@@ -20,13 +20,14 @@ from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import tensors
 from lapwing.tangent.operations import (
     INDEXING,
-    PLAIN,
     REFUSABLE,
     TensorSet,
     flat,
     inlined,
     name_of,
     owned,
+    plain_of,
+    recomputed,
     refuse_train_mode,
     traits,
     written_to,
@@ -172,14 +173,14 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        plain = PLAIN.get(func, func)
+        plain = plain_of(func)
         if plain is None:
             with self:
                 return inlined(func)(*args, **kwargs)
         name, kind = traits(func)
         if kind is REFUSABLE:
             refuse_train_mode(func, args, kwargs)
-        if can_unroll(func, args) and self._meets_data(args, kwargs):
+        if can_unroll(func, args) and self._meets_data(args, kwargs) and not recomputed():
             out = unrolled(func, args, kwargs, self._seen)
             self._mark(out)
             return out

@@ -34,6 +34,7 @@ from lapwing.tangent.operations import (
     flat,
     inlined,
     owned,
+    recomputed,
     refuse_train_mode,
     traits,
     written_to,
@@ -234,19 +235,19 @@ class TapeRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
+        if func is F.multi_head_attention_forward and not recomputed():
             with self:
                 return inlined(func)(*args, **kwargs)
         name, kind = traits(func)
         if kind is REFUSABLE:
             refuse_train_mode(func, args, kwargs)
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and not recomputed():
             with self:
                 return attention(*args, **kwargs)
         if func is torch._scaled_dot_product_attention_math:  # what a recorder of uses, inside this one, calls instead
             with self:
                 return attention(*args, **kwargs), None
-        if can_unroll(func, args):
+        if can_unroll(func, args) and not recomputed():
             with self:
                 return unrolled(func, args, kwargs, _as_it_is)
         given = flat(args, kwargs)
