@@ -94,7 +94,7 @@ def test_bridge_maps_a_dirichlet_to_itself() -> None:
 
 
 def conditioned(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variances of one Gaussian, given that its entries sum to zero: in a basis of the plane, by precisions."""
+    """Mean and variances of a Gaussian, given that its entries sum to zero: in a basis of the plane, by precisions."""
     classes = len(mean)
     basis = torch.linalg.svd(torch.ones(1, classes, dtype=mean.dtype)).Vh[1:].T
     precision = torch.linalg.inv(covariance)

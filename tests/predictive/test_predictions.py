@@ -130,7 +130,8 @@ def test_parameters_of_a_scripted_module_cannot_be_exchanged() -> None:
         curvature = estimate.diagonal(tangent, GaussianLikelihood(), [(x, torch.zeros_like(model(x)))])
         posterior = Gaussian(tangent.space.values(model), curvature.with_prior(1.0))
         assert moments(posterior, tangent.at(x))[0].shape == model(x).shape
-        with unchanged(model), pytest.raises(ModelError, match=rf"{named} a scripted module.*expected.*pred_type='glm'"):
+        said = rf"{named} a scripted module.*expected.*pred_type='glm'"
+        with unchanged(model), pytest.raises(ModelError, match=said):
             network_draws(posterior, tangent, x, 2, torch.Generator().manual_seed(0))
 
 

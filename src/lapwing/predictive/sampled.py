@@ -66,9 +66,9 @@ def _refuse_scripted(caller: nn.Module) -> None:
     for name, module in caller.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ModelError(
-                f"{name.removeprefix('model').lstrip('.') or 'the model'} is a scripted module, and its parameters cannot "
-                "be exchanged for sampled ones; expected modules of Python. Use pred_type='glm', or the model as it was "
-                "before torch.jit.script or torch.jit.trace."
+                f"{name.removeprefix('model').lstrip('.') or 'the model'} is a scripted module, and its parameters "
+                "cannot be exchanged for sampled ones; expected modules of Python. Use pred_type='glm', or the model "
+                "as it was before torch.jit.script or torch.jit.trace."
             )
 
 
