@@ -59,7 +59,7 @@ package: $(stamp) ## build sdist and wheel, install each into an empty venv and 
 slow: $(stamp) networks ## tests that take long: a million rows, real data, peers beside us, other packages' networks
 	$(python) -m pytest -n $(WORKERS) -m slow
 
-mutants: $(stamp) ## break the library in fifty ways, one at a time, and see the tests notice; half an hour
+mutants: $(stamp) ## break the library in fifty ways, one at a time, and see the tests notice; takes long
 	PYTHONPATH=tests $(python) -m mutation.run --jobs $(WORKERS)
 
 lint: style types imports ## style, types and the direction of imports

@@ -5,7 +5,7 @@
 Each mutant of `mutants.py` is put into a temporary copy of the sources, where the tests that cover it run; this
 tree is never written to. A mutant is killed if a test fails or if the tests do not come to an end, and survives if all
 of them pass, which is a hole in the tests. The exit code is 1 if one survives. Survivors take the longest, as
-pytest stops at the first failure: all mutants together need about half an hour on one core.
+pytest stops at the first failure: all mutants together need about an hour on one core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("src", "tests", "docs", "pyproject.toml", "README.md", "constraints.txt")
 """What the tests read."""
 SECONDS = 600
-"""After which tests do not come to an end any more; without a mutant they need about one minute."""
+"""After which tests do not come to an end any more; without a mutant they need one to three minutes."""
 PASSED, FAILED = 0, 1
 """Exit codes of pytest; any other means that there was nothing to fail."""
 
