@@ -215,7 +215,7 @@ TANGENT = (
         "tangent/convolution.py",
         "y.reshape(r, n, groups, c // groups, -1).permute(0, 1, 4, 2, 3)",
         "y.reshape(r, n, c // groups, groups, -1).permute(0, 1, 4, 3, 2)",
-        ("tangent/test_convolution.py",),
+        ("estimate/test_kronecker.py", "tangent/test_convolution.py"),
     ),
     Mutant(
         "an operation without a rule need not prove that it works entry by entry",
