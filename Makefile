@@ -26,7 +26,7 @@ benchmarks = $(sort $(filter-out benchmarks/_% benchmarks/uci.py,$(wildcard benc
 export MPLBACKEND ?= Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lowest package slow lint style types imports peers networks bench experiments clean
+.PHONY: help install demo test lowest package slow mutants lint style types imports peers networks bench experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ package: $(stamp) ## build sdist and wheel, install each into an empty venv and 
 
 slow: $(stamp) networks ## tests that take long: a million rows, real data, peers beside us, other packages' networks
 	$(python) -m pytest -n $(WORKERS) -m slow --shapes=$(SHAPES)
+
+mutants: $(stamp) ## break the library in fifty ways, one at a time, and see the tests notice; takes long
+	PYTHONPATH=tests $(python) -m mutation.run --jobs $(WORKERS)
 
 lint: style types imports ## style, types and the direction of imports
 

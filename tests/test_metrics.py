@@ -50,6 +50,12 @@ def test_calibration_error_of_perfect_and_of_certain_wrong_predictions() -> None
     assert metrics.calibration_error(torch.tensor([[1.0, 0.0]]), torch.tensor([1])) == 1
 
 
+def test_a_confidence_at_the_edge_of_two_bins_belongs_to_the_lower_one() -> None:
+    p, y = torch.tensor([[0.5, 0.5], [0.75, 0.25]]), torch.tensor([0, 1])
+    # ]0, 1/2] holds the first point, right at 1/2, and ]1/2, 1] the second, wrong at 3/4
+    assert metrics.calibration_error(p, y, bins=2) == pytest.approx((0.5 + 0.75) / 2)
+
+
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.integers(0, 10_000), st.integers(1, 20))
 def test_calibration_error_is_the_sum_over_bins(seed: int, bins: int) -> None:

@@ -400,3 +400,20 @@ def test_rows_without_a_target_and_beyond_the_limit_are_not_used() -> None:
     parts = split(values, Target("y", "regression", "", "number"), seed=0, most=100)
     assert (parts[::4] == UNUSED).all()
     assert (parts != UNUSED).sum() == 100
+
+
+def test_of_a_long_table_rows_from_everywhere_are_used() -> None:
+    target = Target("y", "regression", "", "number")
+    used = np.stack([split(np.arange(200.0), target, seed, most=20) != UNUSED for seed in range(400)])
+    assert (used.sum(1) == 20).all()
+    # each row is drawn with probability 1/10: four standard errors of the share that the first 20 rows have
+    error = (0.1 * 0.9 / 400 / 20) ** 0.5
+    assert abs(used[:, :20].mean() - 0.1) < 4 * error
+
+
+def test_the_last_word_of_many_decides_how_dates_are_written() -> None:
+    unclear = [f"{day:02}/{month:02}/2020" for day in range(1, 13) for month in range(1, 6)]  # day or month first
+    for last, form in (("25/03/2020", "%d/%m/%Y"), ("03/25/2020", "%m/%d/%Y")):
+        frame = pd.DataFrame({"when": [*unclear, last]})
+        found = infer([frame])["when"]
+        assert (found.name, found.format) == ("date", form)

@@ -8,6 +8,7 @@ from torch import nn
 
 import oracle
 from lapwing import Laplace
+from lapwing.estimate.cotangents import monte_carlo
 from lapwing.likelihoods import Categorical, Likelihood
 
 CUBES: dict[str, tuple[nn.Module, tuple[int, ...], Likelihood]] = {
@@ -30,3 +31,11 @@ def test_as_many_classes_as_positions_along_every_axis(name: str, structure: str
     la.fit([(x, y)])
     matrix = oracle.ggn(model, likelihood, x, y)
     torch.testing.assert_close(la.H, matrix if structure == "full" else matrix.diagonal(), rtol=1e-9, atol=1e-12)
+
+
+def test_nothing_is_drawn_where_there_is_no_target() -> None:
+    f, y = torch.randn(4, 3, 5, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.int64)
+    y[1, 2] = y[3, 0] = -100
+    columns = monte_carlo(3)(Categorical(ignore_index=-100), f, y, torch.Generator().manual_seed(0))
+    found = torch.cat(list(columns.chunked(2)))
+    assert torch.equal((found != 0).any(-1), (y != -100).expand(3, 4, 3))

@@ -405,6 +405,18 @@ def test_diagonal_output_hessians_are_never_spelled_out(likelihood: Likelihood) 
     close(found if found.dim() == 2 else found.diag(), expected)
 
 
+def test_positions_without_a_target_do_not_make_the_output_hessian_diagonal() -> None:
+    f = torch.randn(4, 3, 5, dtype=torch.float64)
+    y = torch.randint(5, (4, 3))
+    y[0, 1] = y[2, 0] = y[2, 2] = -100
+    expected = torch.zeros(15, 15, dtype=torch.float64)
+    for n, t in (y != -100).nonzero().tolist():
+        p, at = f[n, t].softmax(0), slice(5 * t, 5 * t + 5)
+        expected[at, at] += p.diag() - p.outer(p)
+    found = output_sum(Categorical(ignore_index=-100), f, y, estimate.exact, None, 2**20)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_float32_inference_mode_and_inputs_that_require_gradients() -> None:
     problem = problems.build("residual")
     expected = kfra(problem)

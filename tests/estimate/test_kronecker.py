@@ -394,6 +394,21 @@ def test_tied_embedding_is_the_nearest_product_to_the_sum_of_its_roles(name: str
 # -- options --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_a_weight_that_meets_two_biases_has_factors_of_its_own_and_they_exact_blocks(sharing: str) -> None:
+    def fused(m: Net, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, m.a.weight, m.b)), m.a.weight, m.c)
+
+    def spelled_out(m: Net, x: Tensor) -> Tensor:
+        return m.a(torch.tanh(m.a(x) + m.b)) + m.c
+
+    members = {"a": nn.Linear(3, 3, bias=False), "b": parameter(3), "c": parameter(3)}
+    model, twin = (Net(body, **members).double() for body in (fused, spelled_out))
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    expected = kron_oracle.kron(twin, Gaussian(), x, y, sharing=sharing)
+    close(estimate.kflr(Tangent(model), Gaussian(), [(x, y)], sharing=sharing).dense(), expected)
+
+
 def test_unknown_sharing_is_refused() -> None:
     problem = problems.build("mlp")
     with pytest.raises(ParameterError, match="expected 'expand' or 'reduce'"):

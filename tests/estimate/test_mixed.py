@@ -347,6 +347,22 @@ def test_parameters_that_no_rule_for_rows_covers_stay_propagated():
             torch.testing.assert_close(found[part], expected[part], rtol=RTOL, atol=1e-12)
 
 
+def test_parameters_without_a_rule_behind_the_bottleneck_count_once():
+    def body(m, x):
+        return torch.addmm(m.b, torch.tanh(m.encode(x)), m.w, alpha=0.5)
+
+    members = {"encode": nn.Linear(5, 2), "w": problems.parameter(2, 9), "b": problems.parameter(9)}
+    model, x = Net(body, **members).double(), torch.randn(6, 5, dtype=torch.float64)
+    tangent = Tangent(model)
+    assert set(tangent.at(x).record.opaque) == {"w", "b"}
+    found = mixed_diagonal(tangent, Gaussian(), [(x, torch.randn(6, 9, dtype=torch.float64))], columns=2)
+    by_name = ParamSpace.of(model).unravel(found.diagonal())
+    # y = h W / 2 + b at unit noise: sum_n (h_i / 2)^2 for every entry of row i, and N
+    squares = (torch.tanh(model.encode(x)) / 2).square().sum(0).detach()
+    torch.testing.assert_close(by_name["w"], squares.unsqueeze(1).expand(2, 9), rtol=RTOL, atol=0)
+    torch.testing.assert_close(by_name["b"], torch.full_like(model.b.detach(), 6.0), rtol=RTOL, atol=0)
+
+
 def test_a_sub_network_is_part_of_the_whole():
     model, x = autoencoder(2), images()
     mask = torch.tensor([0, 3, 40, 100, 140, 160, 200])

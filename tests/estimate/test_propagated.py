@@ -12,6 +12,7 @@ import oracle
 import problems
 from lapwing.errors import DataError, ModelError, UnsupportedOperationError
 from lapwing.estimate import diagonal, exact, fisher, monte_carlo, projections, propagated_diagonal
+from lapwing.estimate.propagated import variances
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
@@ -297,6 +298,15 @@ def test_inputs_from_inference_mode(name):
 def test_fisher_and_exact_agree_for_an_exponential_family():
     problem = problems.build("conv2d")
     torch.testing.assert_close(propagated(problem, cotangents=fisher), propagated(problem), rtol=RTOL, atol=0)
+
+
+@pytest.mark.parametrize("budget", [1, 2**20], ids=["one column at a time", "all columns"])
+def test_columns_are_squared_before_they_are_summed(budget):
+    """Five classes have four columns, which sum to the variance p (1 - p) of each class."""
+    f = torch.randn(7, 5, dtype=torch.float64)
+    found = variances(Categorical(), f, torch.zeros(7, dtype=torch.int64), fisher, None, budget)
+    p = f.softmax(1)
+    torch.testing.assert_close(found, p * (1 - p), rtol=RTOL, atol=0)
 
 
 @pytest.mark.slow

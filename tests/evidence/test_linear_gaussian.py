@@ -260,3 +260,13 @@ def test_log_prob_of_a_prior_with_a_mean(problem: Linear) -> None:
     torch.testing.assert_close(
         Prior.layerwise(space, 2.0).log_prob(theta), Prior.isotropic(space, 2.0).log_prob(theta), rtol=1e-12, atol=0
     )
+
+
+@pytest.mark.parametrize("numbers", [[2.0, 5.0], [3.0]], ids=["weight and bias", "one for all"])
+def test_log_prob_of_precisions_that_entries_share(problem: Linear, numbers: list[float]) -> None:
+    space = problem.tangent.space
+    prior = Prior.per_tensor(space, numbers) if len(numbers) > 1 else Prior.isotropic(space, numbers[0])
+    theta = torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64)
+    each = torch.tensor([*numbers[:1] * 3, numbers[-1]], dtype=torch.float64)  # three weights and a bias
+    expected = torch.distributions.Normal(torch.zeros_like(theta), each.rsqrt()).log_prob(theta).sum()
+    torch.testing.assert_close(prior.log_prob(theta), expected, rtol=1e-12, atol=0)

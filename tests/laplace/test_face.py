@@ -101,6 +101,25 @@ def test_the_state_is_plain_and_brings_the_posterior_back(subset: str, structure
     assert again.n_data == la.n_data
 
 
+def test_the_state_of_another_sub_network_of_the_same_size_is_refused() -> None:
+    def of(*indices: int) -> BaseLaplace:
+        return Laplace(mlp(), "classification", "subnetwork", "diag", subnetwork_indices=torch.tensor(indices))
+
+    la = of(0, 3, 7)
+    la.fit(batches("classification"))
+    with pytest.raises(ParameterError, match="another sub-network"):
+        of(0, 3, 8).load_state_dict(la.state_dict())
+    of(0, 3, 7).load_state_dict(la.state_dict())
+
+
+def test_an_evidence_that_cannot_be_computed_leaves_prior_and_noise_as_they_were() -> None:
+    la = made("all", "diag", "regression", prior_precision=2.0, sigma_noise=0.5)
+    la.fit(batches("regression"))
+    with pytest.raises(ParameterError, match="prior_precision"):
+        la.log_marginal_likelihood(prior_precision=-1.0, sigma_noise=0.7)
+    assert (float(la.prior_precision), float(la.sigma_noise)) == (2.0, 0.5)
+
+
 def test_a_state_of_something_else_is_refused() -> None:
     la = made("all", "diag")
     la.fit(batches("classification"))

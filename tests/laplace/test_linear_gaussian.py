@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import pytest
 import torch
@@ -182,3 +183,28 @@ def test_a_posterior_is_not_kept_for_numbers_that_changed_while_it_was_made(monk
     _ = la.posterior
     expected = torch.linalg.inv(la.H + 100 * torch.eye(3).double()).diagonal()
     torch.testing.assert_close(la.posterior_variance, expected)
+
+
+def test_the_seed_decides_which_data_a_gaussian_process_keeps() -> None:
+    own, points = problem(orthogonal=False), 5
+    design = own.design
+
+    def pair_of(seed: int) -> tuple[int, int]:
+        """The two data points whose closed form the predictions have."""
+        options = {"sigma_noise": SIGMA, "prior_precision": PRECISION, "n_subset": 2, "seed": seed}
+        la = Laplace(own.model, "regression", "all", "gp", **options)
+        la.fit([(own.x[:points], own.y[:points])])
+        _, found = la(own.x)
+        prior = PRECISION * torch.eye(D + 1, dtype=own.x.dtype)
+        fitting = []
+        for pair in combinations(range(points), 2):
+            rows = design[list(pair)]
+            covariance = torch.linalg.inv(rows.mT @ rows / SIGMA**2 + prior)
+            if torch.allclose(found[:, 0, 0], (design @ covariance * design).sum(1), rtol=1e-8):
+                fitting.append(pair)
+        (pair,) = fitting
+        return pair
+
+    pairs = [pair_of(seed) for seed in range(6)]
+    assert len(set(pairs)) > 1
+    assert pairs == [pair_of(seed) for seed in range(6)]

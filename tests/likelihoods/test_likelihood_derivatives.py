@@ -51,6 +51,17 @@ def test_hessian_mv_is_the_product_with_the_psd_hessian(problem):
     torch.testing.assert_close(product, expected, **RTOL)
 
 
+def test_hessian_diagonal_is_that_of_the_psd_hessian(problem):
+    found = problem.likelihood.hessian_diagonal(problem.f, problem.y)
+    assert found.shape == problem.f.shape
+    expected = problem.likelihood.psd_hessian(problem.f, problem.y).diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(found, expected.movedim(-1, problem.axis), **RTOL)
+    if problem.likelihood.convex:  # then it is the Hessian, positions without a target included
+        for n in range(problem.f.shape[0]):
+            second = torch.func.jacrev(torch.func.grad(problem.nll(n)))(problem.flat(n)).diagonal()
+            torch.testing.assert_close(found[n].movedim(problem.axis - 1, -1).reshape(-1), second, **RTOL)
+
+
 @pytest.mark.parametrize(
     "likelihood", [Bernoulli(), Gaussian(0.5), Poisson(), Categorical(), HeteroscedasticGaussian()]
 )

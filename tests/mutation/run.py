@@ -1,0 +1,98 @@
+"""Breaks the library on purpose, one mutant at a time, and says whether the tests notice.
+
+    PYTHONPATH=tests python -m mutation.run [--jobs N] [words of a name ...]
+
+Each mutant of `mutants.py` is put into a temporary copy of the sources, where the tests that cover it run; this
+tree is never written to. A mutant is killed if a test fails or if the tests do not come to an end, and survives if all
+of them pass, which is a hole in the tests. The exit code is 1 if one survives. Survivors take the longest, as
+pytest stops at the first failure: all mutants together need about an hour on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mutation.mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("src", "tests", "docs", "pyproject.toml", "README.md", "constraints.txt")
+"""What the tests read."""
+SECONDS = 600
+"""After which tests do not come to an end any more; without a mutant they need one to three minutes."""
+PASSED, FAILED = 0, 1
+"""Exit codes of pytest; any other means that there was nothing to fail."""
+
+
+def mutated(mutant: Mutant, root: Path = ROOT) -> str:
+    """The text of the file with the mistake in it."""
+    text = (root / "src" / "lapwing" / mutant.file).read_text(encoding="utf-8")
+    count = text.count(mutant.before)
+    if count != 1:
+        raise ValueError(f"{mutant.name!r}: the text occurs {count} times in {mutant.file}; expected once.")
+    return text.replace(mutant.before, mutant.after)
+
+
+def outcome(mutant: Mutant) -> tuple[str, float]:
+    """ "killed", "survived", "timeout" or "broken" (no test could run), and the seconds it took."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            else:
+                shutil.copy(source, copy / name)
+        (copy / "src" / "lapwing" / mutant.file).write_text(mutated(mutant), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+        tests = [f"tests/{name}" for name in mutant.tests]
+        # an installed lapwing must not be taken for the copy, neither here nor in processes that tests start
+        paths = os.pathsep.join(str(copy / name) for name in ("src", "tests"))
+        surroundings = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(
+                [*command, *tests], cwd=copy, env=surroundings, capture_output=True, timeout=SECONDS, check=False
+            )
+            found = {PASSED: "survived", FAILED: "killed"}.get(done.returncode, "broken")
+        except subprocess.TimeoutExpired:
+            found = "timeout"
+    return found, time.perf_counter() - start
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what is asked for; 1 if a mutant survived or could not be tried, else 0."""
+    parser = argparse.ArgumentParser(description="Break the library on purpose, and see whether the tests notice.")
+    parser.add_argument("names", nargs="*", help="words that occur in the names or files of mutants; all by default")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    options = parser.parse_args(arguments)
+    wrong = []
+    for mutant in MUTANTS:
+        try:
+            mutated(mutant)
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        print(*wrong, sep="\n")
+        return 1
+    chosen = [m for m in MUTANTS if not options.names or any(word in f"{m.name} {m.file}" for word in options.names)]
+    counts: dict[str, int] = {}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for mutant, (found, seconds) in zip(chosen, pool.map(outcome, chosen), strict=True):
+            counts[found] = counts.get(found, 0) + 1
+            print(f"{found:<8} {seconds:5.0f} s  {mutant.file}: {mutant.name}", flush=True)
+    killed = counts.get("killed", 0) + counts.get("timeout", 0)
+    print(f"{killed} of {len(chosen)} mutants were noticed")
+    return 0 if killed == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
