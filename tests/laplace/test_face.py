@@ -167,7 +167,7 @@ def test_added_data_need_the_same_weights() -> None:
     la.fit(batches("classification"))
     with torch.no_grad():
         la.model[0].weight.add_(1)
-    with pytest.raises(ParameterError, match="weights have changed"):
+    with pytest.raises(ParameterError, match="weights are not those that this posterior was fitted at"):
         la.fit(batches("classification"), override=False)
 
 

@@ -362,7 +362,12 @@ STORED = Path(__file__).parent / "stored"
 @pytest.mark.parametrize("name", ["posterior", "without-weights"])
 def test_older_files_are_read(name: str) -> None:
     """Written before files held the structure of a model: these know it by its repr."""
-    again = lapwing.load(STORED / f"{name}.lapwing", mlp(0 if name == "without-weights" else 1))
+    model = mlp(1)
+    if name == "without-weights":
+        lapwing.load(
+            STORED / "posterior.lapwing", model
+        )  # has the same weights: from a seed they depend on the processor
+    again = lapwing.load(STORED / f"{name}.lapwing", model)
     row = torch.tensor([0.21544137795442025, 0.21648611053074615, 0.5680725115148336], dtype=torch.float64)
     torch.testing.assert_close(again(inputs())[0], row, rtol=1e-9, atol=0)
     with pytest.raises(StorageError, match=r"'\(1\): ReLU\(\)', and the file '\(1\): Tanh\(\)'"):
