@@ -81,7 +81,7 @@ peers: $(peers_stamp) ## create .venv-peers with the libraries that benchmarks c
 # torchvision comes along as a dependency, linked against another torch, and then breaks whatever imports it.
 $(peers_stamp): pyproject.toml
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(peers) -e .
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(peers) -e ".[plots]"
 	$(PEERS)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
