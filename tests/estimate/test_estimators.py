@@ -136,6 +136,15 @@ def test_more_rows_than_wait_at_once(kind: str) -> None:
     close(ESTIMATORS[kind](Tangent(model), Gaussian(), parts(x, y, [700, 700, 1000, 100])).dense(), expected.dense())
 
 
+def test_tokens_are_summed_within_a_data_point_and_squared_between_them() -> None:
+    """f_n = sum_t E[x_nt] with unit noise: entry (v, k) of the diagonal is sum_n (occurrences of v in point n)^2."""
+    table = nn.Embedding(3, 2).double()
+    model, x = problems.Net(lambda m, x: m.table(x).sum(1), table=table), torch.tensor([[1, 1], [1, 2], [1, 0], [2, 2]])
+    counts = torch.nn.functional.one_hot(x, 3).sum(1).double()
+    found = estimate.diagonal(Tangent(model), Gaussian(), [(x, torch.zeros(4, 2).double())])
+    close(found.diagonal(), counts.square().sum(0).repeat_interleave(2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tokens", "pixels"])
 def test_positions_without_a_target_count_in_no_fisher(layout: str) -> None:

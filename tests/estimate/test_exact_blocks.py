@@ -562,3 +562,27 @@ def test_parts_of_a_weight_that_a_later_batch_uses_whole() -> None:
     assert bool(found.diagonal().isfinite().all())
     found = estimate.kflr(Tangent(model), Categorical(), batches[::-1])
     assert found.blocks[0].segments.intervals == ((0, 18),)
+
+
+def pairs(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x, x[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("layer", "body", "shape"),
+    [
+        (nn.Bilinear(3, 2, 4), pairs, (5, 3)),
+        (nn.Linear(3, 4), lambda m, x: m.layer(x), (5, 3)),
+        (nn.Conv1d(3, 2, 2), lambda m, x: m.layer(x).flatten(1), (5, 3, 6)),
+        (nn.ConvTranspose1d(3, 2, 2), lambda m, x: m.layer(x).flatten(1), (5, 3, 6)),
+        (nn.LayerNorm(3), lambda m, x: m.layer(x), (5, 3)),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
+)
+def test_a_rule_is_right_without_the_fallback(layer: nn.Module, body: Callable, shape: tuple[int, ...]) -> None:
+    """Weights whose rule gives wrong rows are differentiated one data point at a time: right, and an exact block."""
+    model, x = Net(body, layer=layer).double(), torch.randn(shape, dtype=torch.float64)
+    tangent = Tangent(model)
+    found = estimate.kflr(tangent, Gaussian(), [(x, torch.zeros_like(model(x)))], on_unsupported="error")
+    assert not [block.name for block in found.blocks if block.reason]
+    torch.testing.assert_close(tangent.at(x).rows(), oracle.jacobian(model, x), rtol=1e-9, atol=1e-12)

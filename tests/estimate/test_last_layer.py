@@ -157,6 +157,8 @@ def test_positions_without_a_target_and_classes_on_another_axis(kind: str) -> No
     # outputs [B, C = 2, L = 3] of a layer whose own classes come last: columns, as positions are not the layer's
     same_curvature(kind, body, Categorical(class_axis=1), [(randn(4, 2, 2), torch.randint(2, (4, 3)))])
     same_curvature(kind, body, from_function(robust), [(randn(4, 2, 2), randn(4, 2, 3))])
+    # as many classes as the layer has outputs, and yet on the other axis
+    same_curvature(kind, body, Categorical(class_axis=1), [(randn(4, 3, 2), torch.randint(3, (4, 3)))])
 
 
 @pytest.mark.parametrize("kind", PAIRS)

@@ -69,3 +69,27 @@ def test_a_grid_scores_what_is_predicted(link: str) -> None:
     for found, precision in zip(seen, (1e-4, 1.0, 1e4), strict=True):
         la.prior_precision = precision
         torch.testing.assert_close(found, la(held_out[0][0], link_approx=link))
+
+
+def test_draws_are_scored_by_the_density_of_their_mixture() -> None:
+    """-log of the mean over draws, as the prediction is a mixture; the mean of -log prefers draws that all agree."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    with torch.no_grad():
+        model.weight.mul_(12)  # far too sure of itself
+    la = Laplace(model, "classification", "all", "full")
+    la.fit(data("classification"))
+    (x, y), grid = data("classification", 9)[0], torch.logspace(-3, 3, 7, dtype=torch.float64)
+    mixture, agreement = [], []
+    for precision in grid:
+        la.prior_precision = precision
+        draws = la.functional_samples(x, "nn", 50, generator=torch.Generator().manual_seed(5))
+        likely = draws.softmax(-1)[:, torch.arange(9), y]
+        mixture.append(-float(likely.mean(0).log().mean()))
+        agreement.append(-float(likely.log().mean()))
+    best = int(torch.tensor(mixture).argmin())
+    assert best != int(torch.tensor(agreement).argmin())
+    ask = {"val_loader": [(x, y)], "log_prior_prec_min": -3, "log_prior_prec_max": 3, "grid_size": 7, "n_samples": 50}
+    generator = torch.Generator().manual_seed(5)
+    la.optimize_prior_precision(pred_type="nn", method="gridsearch", generator=generator, **ask)
+    torch.testing.assert_close(la.prior_precision, grid[best : best + 1])

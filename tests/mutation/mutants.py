@@ -173,14 +173,14 @@ TANGENT = (
         "tangent/rules.py",
         "(a.unsqueeze(-1) * b.unsqueeze(-2)).flatten(-2)",
         "(a.unsqueeze(-2) * b.unsqueeze(-1)).flatten(-2)",
-        ("tangent/test_recorder.py",),
+        ("tangent/test_recorder.py", "estimate/test_exact_blocks.py"),
     ),
     Mutant(
         "samples that are eight places apart are not told apart by the probe",
         "tangent/probe.py",
         "for place in range(len(value)):",
         "for place in range(1):",
-        ("tangent/test_recorder.py", "tangent/test_adversarial.py", "tangent/test_routing.py"),
+        ("tangent/test_carried_over.py", "tangent/test_adversarial.py", "tangent/test_routing.py"),
     ),
     Mutant(
         "sizes and axes of operations are no part of what two batches must have in common",
@@ -396,7 +396,7 @@ APPLICATIONS = (
         "applications/bundle.py",
         "mean[1] += found[0].var(1, correction=min(1, versions.shape[1] - 1))",
         "mean[1] += 0.0",
-        ("applications/test_bundle.py",),
+        ("applications/test_bad_tables.py",),
     ),
     Mutant(
         "the evidence of standardised targets is moved to their own unit the wrong way",

@@ -66,3 +66,32 @@ def test_a_model_made_for_one_batch_size_is_probed_as_a_whole() -> None:
     model, x = Fixed(), torch.randn(8, 2)
     rows = Tangent(model).at(x).rows()
     torch.testing.assert_close(rows[:, 0, :2], x)
+
+
+@pytest.mark.parametrize("other", [4, 11, 15])
+def test_two_samples_that_change_places_are_told_apart(other: int) -> None:
+    """A batch of 16 in which two samples pass the layer in each other's place: neither has the other's rows."""
+    order = torch.arange(16)
+    order[3], order[other] = other, 3
+
+    def body(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.layer(x) if len(x) == 1 else m.layer(x.reshape(16, 2)[order])[order]
+        return m.out(torch.tanh(h))
+
+    model = problems.Net(body, layer=nn.Linear(2, 3), out=nn.Linear(3, 2)).double()
+    x = torch.randn(16, 2, dtype=torch.float64)
+    straight = nn.Sequential(model.layer, nn.Tanh(), model.out)
+    torch.testing.assert_close(Tangent(model).at(x).rows(), oracle.jacobian(straight, x), rtol=1e-9, atol=1e-12)
+
+
+def test_ways_that_differ_in_their_axes_alone() -> None:
+    """As many positions as samples, and samples now on the first axis of the layer's input, now on the second."""
+    order = [(0, 1, 2)]
+    model = problems.Net(
+        lambda m, x: torch.tanh(m.layer(x.permute(order[0]))).permute(order[0]).sum(1), layer=nn.Linear(3, 2)
+    ).double()
+    x, tangent = torch.randn(4, 4, 3, dtype=torch.float64), Tangent(model)
+    expected = oracle.jacobian(model, x)
+    for axes in ((0, 1, 2), (1, 0, 2)):
+        order[0] = axes
+        torch.testing.assert_close(tangent.at(x).rows(), expected, rtol=1e-9, atol=1e-12)
