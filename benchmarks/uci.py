@@ -6,7 +6,7 @@ Each of the standard 90/10 splits is fitted with `fit_table` as a table with the
 only; it keeps 30 % of them to itself for conformal intervals and its own summary. Scores are of the 10 %, which nothing
 has seen. Both columns have the same network, whose noise is constant or varies with the inputs, and each has the level
 of noise that suits it, from the training rows alone: MAP by generalised cross-validation, which is the evidence's noise
-plus what the weights leave open on average (`lapwing.applications.calibration.point_noise`), Laplace by the evidence.
+plus what the weights leave open on average (`lapwing.laplace.calibration.point_noise`), Laplace by the evidence.
 `gain` is MAP NLL - Laplace NLL with the standard error of the paired difference over test rows; of a set, the mean gain
 with its standard error over splits, how many splits gain, and how many lose more than two standard errors. Writes
 results/uci.json when all sets and splits are run; `map_shared` there is MAP with the noise of Laplace.
@@ -31,8 +31,8 @@ import pandas as pd
 import torch
 from _common import context, write
 
-from lapwing.applications.fitting import fit_table
-from lapwing.applications.reading import open_table
+from lapwing.tables.fit import fit_table
+from lapwing.tables.reading import open_table
 
 SETS = "boston", "concrete", "energy", "wine", "naval"
 SPLITS = tuple(range(20))

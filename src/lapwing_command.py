@@ -19,7 +19,7 @@ def _stop(*_: object) -> NoReturn:
 
 def main() -> None:
     before = signal.signal(signal.SIGINT, _stop)
-    from lapwing.applications.cli import main as command
+    from lapwing.cli.commands import main as command
 
     signal.signal(signal.SIGINT, before)
     command()

@@ -169,11 +169,11 @@ def test_arrows_that_point_down_are_accepted(tmp_path: Path) -> None:
             "__init__.py": "from lapwing.laplace import Laplace\nfrom .applications import cli\n",
             "errors.py": "import torch\n",
             "metrics.py": "from lapwing.errors import DataError\n",
-            "linalg/__init__.py": "from .dense import Dense\nfrom lapwing.linalg.psd import Curvature\n",
+            "linalg/__init__.py": "from .dense import Dense\nfrom lapwing.linalg.contracts import Curvature\n",
             "linalg/dense.py": "from ..errors import CurvatureError\nfrom . import psd\n",
-            "linalg/psd.py": "from lapwing.params import ParamSpace\n",
+            "linalg/contracts.py": "from lapwing.params import ParamSpace\n",
             "laplace.py": "from lapwing import errors, metrics\nfrom lapwing.evidence.mackay import mackay\n",
-            "applications/demo.py": "from lapwing import Laplace\nimport lapwing\nimport lapwing_other\n",
+            "cli/demo.py": "from lapwing import Laplace\nimport lapwing\nimport lapwing_other\n",
         },
     )
     assert violations(source) == []

@@ -9,7 +9,7 @@ from torch import nn
 from lapwing import Laplace, estimate
 from lapwing.estimate import exact, monte_carlo
 from lapwing.likelihoods import Categorical
-from lapwing.linalg.psd import normal
+from lapwing.linalg.checks import normal
 from lapwing.tangent import Tangent
 from lapwing.tangent.features import FeatureTangent
 from lapwing.tangent.model import MOST_PROBES

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lapwing import Laplace
-from lapwing.applications.estimators import LaplaceClassifier
+from lapwing.tables.estimators import LaplaceClassifier
 from unchanged import unchanged
 
 THREADS = 8

@@ -24,9 +24,9 @@ from autoencoder import LIKELIHOOD, autoencoder, train
 from common import COLOURS, Experiment, idx_images
 
 from lapwing import estimate
-from lapwing.alignment import Alignment, alignment
+from lapwing.directions import Alignment, alignment
 from lapwing.linalg import Block, Blocks, Curvature, Diagonal, Kronecker
-from lapwing.linalg.psd import Multiple
+from lapwing.linalg.contracts import Multiple
 from lapwing.tangent import Tangent
 
 SAMPLED = "KFAC*, more samples"

@@ -11,13 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lapwing import curvature
-from lapwing.alignment import alignment
+from lapwing.directions import alignment
 from lapwing.laplace import *  # noqa: F403
 from lapwing.laplace import __all__ as _face
 
 if TYPE_CHECKING:
-    from lapwing.applications.attach import attach
-    from lapwing.applications.report import report
+    from lapwing.laplace.attach import attach
+    from lapwing.reporting import report
 
 try:
     __version__ = version("lapwing")
@@ -27,7 +27,7 @@ except PackageNotFoundError:  # a source tree on the path that was never install
 __all__ = ["__version__", "alignment", "attach", "curvature", "report", *_face]
 
 # What people run is imported when it is first used, so that the library stays quick to import.
-_LATER = {"attach": "lapwing.applications.attach", "report": "lapwing.applications.report"}
+_LATER = {"attach": "lapwing.laplace.attach", "report": "lapwing.reporting"}
 
 
 def __getattr__(name: str) -> Any:

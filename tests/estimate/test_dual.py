@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contracts import RTOL, close
 from lapwing import estimate
 from lapwing.errors import CurvatureError, DataError
-from lapwing.estimate.dual import by_tensor
+from lapwing.estimate.dual_rows import by_tensor
 from lapwing.evidence import Evidence, GaussianFit
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import Curvature, Dense, DenseRows, Dual, LowRank

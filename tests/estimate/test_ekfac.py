@@ -15,10 +15,11 @@ import problems
 from estimator_checks import close, errors_of_means, parts, seeded
 from lapwing import estimate
 from lapwing.errors import CurvatureError, DataError, ParameterError
-from lapwing.estimate.passes import Watched
+from lapwing.estimate.data_pass import Watched
 from lapwing.likelihoods import Categorical, Gaussian
-from lapwing.linalg import Blocks, CorrectedKronecker, Diagonal, Kronecker, Segments, factors
-from lapwing.linalg.psd import eigh_psd
+from lapwing.linalg import Blocks, CorrectedKronecker, Diagonal, Kronecker, Segments
+from lapwing.linalg.checks import eigh_psd
+from lapwing.linalg.kronecker import factors
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 from problems import Net

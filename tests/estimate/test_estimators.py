@@ -15,7 +15,7 @@ from estimator_checks import LAYOUTS, LIKELIHOODS, close, errors_of_means, parts
 from lapwing import estimate
 from lapwing.errors import DataError, ParameterError
 from lapwing.estimate.cotangents import empirical as observed
-from lapwing.estimate.passes import pulled
+from lapwing.estimate.data_pass import pulled
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.linalg import Curvature
 from lapwing.linalg.rows import rows_of

@@ -16,13 +16,13 @@ import oracle
 import problems
 from lapwing import estimate
 from lapwing.errors import DataError, ModelError, ParameterError, UnsupportedOperationError
-from lapwing.estimate.kfra import output_sum
+from lapwing.estimate.propagated.kfra import output_sum
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import Kronecker
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import take
-from lapwing.tangent.tape import RULES
+from lapwing.tape.rules import RULES
 from problems import Net, parameter
 from unchanged import unchanged
 

@@ -17,7 +17,7 @@ from lapwing import estimate
 from lapwing.errors import DataError, LikelihoodError, ParameterError
 from lapwing.estimate import last_layer
 from lapwing.estimate.cotangents import empirical as observed
-from lapwing.estimate.passes import Watched
+from lapwing.estimate.data_pass import Watched
 from lapwing.likelihoods import (
     Bernoulli,
     BernoulliMixture,

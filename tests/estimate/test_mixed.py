@@ -16,7 +16,7 @@ from lapwing.estimate import diagonal, exact, fisher, mixed_diagonal, monte_carl
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
-from lapwing.tangent.tape_cuts import Cut, find_cut, record_both
+from lapwing.tape.cuts import Cut, find_cut, record_both
 from problems import Net
 from unchanged import unchanged
 

@@ -12,7 +12,7 @@ import oracle
 import problems
 from lapwing.errors import DataError, ModelError, UnsupportedOperationError
 from lapwing.estimate import diagonal, exact, fisher, monte_carlo, projections, propagated_diagonal
-from lapwing.estimate.propagated import variances
+from lapwing.estimate.propagated.diagonal import variances
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent

@@ -13,7 +13,7 @@ from lapwing import Laplace, marglik_training
 from lapwing.curvature import BackPackEF
 from lapwing.errors import DataError, OptionError, ParameterError
 from lapwing.laplace import BaseLaplace, FullLaplace, FullLLLaplace, FullSubnetLaplace
-from lapwing.laplace.face import CLASSES
+from lapwing.laplace.factory import CLASSES
 from lapwing.likelihoods import Gaussian
 
 SUBNET = torch.tensor([0, 3, 13, 17, 25])

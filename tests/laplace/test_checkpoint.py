@@ -20,7 +20,7 @@ from lapwing import Laplace
 from lapwing.errors import CurvatureError, DataError, OptionError, StorageError
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.checkpoint import digest
-from lapwing.laplace.face import CLASSES
+from lapwing.laplace.factory import CLASSES
 from lapwing.likelihoods import from_function
 from lapwing.serialize import pack, read, replacing
 from lapwing.serialize.files import PARTIAL

@@ -22,7 +22,7 @@ from lapwing.errors import (
     ParameterError,
 )
 from lapwing.laplace import BaseLaplace
-from lapwing.laplace.face import CLASSES
+from lapwing.laplace.factory import CLASSES
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
 from lapwing.tangent import Tangent
 from unchanged import unchanged

@@ -17,8 +17,8 @@ import lapwing
 from lapwing import Laplace
 from lapwing.errors import DataError, OptionError, ParameterError, StorageError
 from lapwing.laplace import BaseLaplace, DiagLaplace, KronLaplace
-from lapwing.laplace.face import CLASSES
-from lapwing.laplace.files import POSTERIORS, register, stored
+from lapwing.laplace.factory import CLASSES
+from lapwing.laplace.persistence import POSTERIORS, register, stored
 from lapwing.likelihoods import Gaussian, HeteroscedasticGaussian, from_function
 from lapwing.serialize import pack, read, write
 from unchanged import unchanged
@@ -390,7 +390,7 @@ def test_whatever_a_description_holds_is_read_or_refused_with_our_error(monkeypa
         for key in path[:-1]:
             inner = inner[key]
         inner[path[-1]] = strange[number % len(strange)]
-        monkeypatch.setattr("lapwing.laplace.files.read", lambda _, changed=changed: (dict(tensors), changed))
+        monkeypatch.setattr("lapwing.laplace.persistence.read", lambda _, changed=changed: (dict(tensors), changed))
         try:
             lapwing.load("a", mlp(1))
         except StorageError:
@@ -540,7 +540,7 @@ def test_only_known_classes_are_saved(tmp_path: Path, monkeypatch: pytest.Monkey
     la.fit(batches("classification"))
     with pytest.raises(StorageError, match=r"a Mine cannot be saved.*Register"):
         la.save(tmp_path / "a")
-    monkeypatch.setattr("lapwing.laplace.files.POSTERIORS", dict(POSTERIORS))
+    monkeypatch.setattr("lapwing.laplace.persistence.POSTERIORS", dict(POSTERIORS))
     register(Mine)
     la.save(tmp_path / "a")
     assert torch.equal(lapwing.load(tmp_path / "a", mlp(1))(inputs()), la(inputs()))

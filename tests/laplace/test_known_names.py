@@ -10,7 +10,7 @@ from torch.distributions import MultivariateNormal
 from lapwing import Laplace, curvature
 from lapwing.errors import LapwingError, NotFittedError
 from lapwing.laplace import KronLaplace, LLLaplace, SubnetLaplace
-from lapwing.laplace.face import CLASSES
+from lapwing.laplace.factory import CLASSES
 from lapwing.linalg import Curvature, Precision
 from lapwing.utils import FeatureExtractor
 from unchanged import unchanged

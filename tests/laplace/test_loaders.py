@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import DataError
 from lapwing.laplace import Laplace
-from lapwing.laplace.face import CLASSES
+from lapwing.laplace.factory import CLASSES
 
 Batch = tuple[Tensor, Tensor]
 N = 2100

@@ -12,7 +12,7 @@ from torch.func import functional_call, jacrev
 import lapwing
 from lapwing.errors import LikelihoodError
 from lapwing.laplace import BaseLaplace, Laplace
-from lapwing.laplace.face import CLASSES
+from lapwing.laplace.factory import CLASSES
 from lapwing.likelihoods import Preference
 from unchanged import unchanged
 

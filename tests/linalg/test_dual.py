@@ -40,9 +40,9 @@ from lapwing.linalg import (
     RowSet,
     dual_precision,
     row_set,
-    stacks,
 )
 from lapwing.linalg import dual as dual_module
+from lapwing.linalg import row_products as stacks
 from linalg import test_bad_curvature, test_curvature, test_precision
 
 LINEAR = MatrixLayout(0, (2, 3), (0, 1), 1, 2, 3, bias=6)

@@ -27,7 +27,8 @@ from contracts import (
     psd,
 )
 from lapwing.errors import CurvatureError, LapwingWarning
-from lapwing.linalg import Kronecker, KroneckerSum, MatrixLayout, Term, eigenbasis, nearest_kronecker
+from lapwing.linalg import Kronecker, KroneckerSum, MatrixLayout, Term, nearest_kronecker
+from lapwing.linalg.kronecker import structure as eigenbasis
 from lapwing.serialize import pack, unpack
 
 fast = settings(deadline=None, max_examples=50, derandomize=True)

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from contracts import STRUCTURES, Case, Structure, all_pieces, close, generator, normal, priors, spelled_out
 from lapwing.errors import CurvatureError
-from lapwing.linalg import Piece, Precision, blocks, dense, diagonal, eigenbasis, gram, rotation, sweep
+from lapwing.linalg import Piece, Precision, blocks, dense, diagonal
+from lapwing.linalg import row_squares as gram
+from lapwing.linalg.kronecker import rotation, sweep
+from lapwing.linalg.kronecker import structure as eigenbasis
 
 every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 

@@ -8,8 +8,9 @@ from torch import nn
 
 from lapwing.errors import CurvatureError
 from lapwing.laplace import Laplace
-from lapwing.laplace.face import CLASSES
-from lapwing.linalg import CorrectedKronecker, EigenColumns, Kronecker, MatrixLayout, Term, eigenbasis
+from lapwing.laplace.factory import CLASSES
+from lapwing.linalg import CorrectedKronecker, EigenColumns, Kronecker, MatrixLayout, Term
+from lapwing.linalg.kronecker import structure as eigenbasis
 
 STRUCTURES = [structure for subset, structure in CLASSES if subset == "all" and "diag" not in structure]
 SEEDS = range(4)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contracts import generator, normal
-from lapwing.linalg import Kronecker, MatrixLayout, OuterRows, Term, sweep
-from lapwing.linalg.gram import Outer
-from lapwing.linalg.sweep import NEGLIGIBLE, STEP, node_sweep, outer_sweep, spread
+from lapwing.linalg import Kronecker, MatrixLayout, OuterRows, Term
+from lapwing.linalg.kronecker import sweep
+from lapwing.linalg.kronecker.sweep import NEGLIGIBLE, STEP, node_sweep, outer_sweep, spread
+from lapwing.linalg.row_squares import Outer
 
 TOLERANCE = 1e-6
 """What the module states; relative, for every entry on its own."""

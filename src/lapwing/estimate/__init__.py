@@ -13,19 +13,19 @@ hessian                   the exact Hessian: full, diagonal or blocks
 """
 
 from lapwing.estimate import last_layer
-from lapwing.estimate.blocks import blocks
+from lapwing.estimate.corrected_kronecker import ekfac
 from lapwing.estimate.cotangents import exact, fisher, monte_carlo, projections
-from lapwing.estimate.diagonal import diagonal
-from lapwing.estimate.dual import dual, subset
-from lapwing.estimate.ekfac import ekfac
-from lapwing.estimate.empirical import empirical
-from lapwing.estimate.full import full
-from lapwing.estimate.hessian import hessian
-from lapwing.estimate.kfra import kfra
+from lapwing.estimate.dual_rows import dual, subset
+from lapwing.estimate.empirical_fisher import empirical
+from lapwing.estimate.exact_blocks import blocks
+from lapwing.estimate.exact_diagonal import diagonal
+from lapwing.estimate.exact_hessian import hessian
+from lapwing.estimate.full_matrix import full
 from lapwing.estimate.kronecker import kfac, kflr
-from lapwing.estimate.low_rank import low_rank
-from lapwing.estimate.mixed import mixed_diagonal
-from lapwing.estimate.propagated import propagated_diagonal
+from lapwing.estimate.leading_eigenpairs import low_rank
+from lapwing.estimate.propagated.diagonal import propagated_diagonal
+from lapwing.estimate.propagated.kfra import kfra
+from lapwing.estimate.propagated.mixed import mixed_diagonal
 
 __all__ = [
     "blocks",

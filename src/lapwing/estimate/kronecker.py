@@ -22,11 +22,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from lapwing.errors import ParameterError, UnsupportedOperationError
+from lapwing.estimate.accumulators import Accumulator, DenseVector, DiagonalVector, Matrix, role_of
 from lapwing.estimate.cotangents import Cotangents, exact, monte_carlo
-from lapwing.estimate.diagonal import SquareSum
-from lapwing.estimate.factors import Accumulator, DenseVector, DiagonalVector, Matrix, role_of
-from lapwing.estimate.passes import Batches, Pulled, pulled
-from lapwing.estimate.symmetric import SymmetricSum
+from lapwing.estimate.data_pass import Batches, Pulled, pulled
+from lapwing.estimate.exact_diagonal import SquareSum
+from lapwing.estimate.symmetric_sums import SymmetricSum
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import (
     Block,

@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.estimate.blocks import partition
 from lapwing.estimate.cotangents import Columns, Cotangents, exact, fisher
-from lapwing.estimate.diagonal import SquareSum
+from lapwing.estimate.data_pass import Batches, named, numbered, observe, pair
+from lapwing.estimate.exact_blocks import partition
+from lapwing.estimate.exact_diagonal import SquareSum
 from lapwing.estimate.kronecker import KroneckerOptions
-from lapwing.estimate.passes import Batches, named, numbered, observe, pair
-from lapwing.estimate.symmetric import GramSum, SymmetricSum, mirrored
+from lapwing.estimate.symmetric_sums import GramSum, SymmetricSum, mirrored
 from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Block, Blocks, Dense, Diagonal, Kronecker, MatrixLayout, Piece, Term
 from lapwing.linalg.rows import chunks, merge_segments

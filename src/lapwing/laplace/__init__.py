@@ -1,23 +1,11 @@
 """The public face: `Laplace`, the named posteriors, and training by the marginal likelihood."""
 
 from lapwing.laplace.base import BaseLaplace
-from lapwing.laplace.classes import (
-    BlocksLaplace,
-    DiagLaplace,
-    EkfacLaplace,
-    FullLaplace,
-    KronLaplace,
-    LowRankLaplace,
-    MixedDiagLaplace,
-    ParametricLaplace,
-    PropagatedDiagLaplace,
-)
-from lapwing.laplace.face import CLASSES, Laplace
-from lapwing.laplace.files import load, register
+from lapwing.laplace.factory import CLASSES, Laplace
 from lapwing.laplace.functional import FunctionalLaplace, FunctionalLLLaplace
 from lapwing.laplace.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
 from lapwing.laplace.marglik import marglik_training
-from lapwing.laplace.options import (
+from lapwing.laplace.names import (
     FeatureReduction,
     HessianStructure,
     Likelihood,
@@ -27,12 +15,24 @@ from lapwing.laplace.options import (
     SubsetOfWeights,
     TuningMethod,
 )
+from lapwing.laplace.persistence import load, register
 from lapwing.laplace.subnetwork import (
     DiagSubnetLaplace,
     FullSubnetLaplace,
     MixedDiagSubnetLaplace,
     PropagatedDiagSubnetLaplace,
     SubnetLaplace,
+)
+from lapwing.laplace.variants import (
+    BlocksLaplace,
+    DiagLaplace,
+    EkfacLaplace,
+    FullLaplace,
+    KronLaplace,
+    LowRankLaplace,
+    MixedDiagLaplace,
+    ParametricLaplace,
+    PropagatedDiagLaplace,
 )
 
 __all__ = [

@@ -17,20 +17,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.errors import OptionError, ParameterError
-from lapwing.estimate.passes import Watched
-from lapwing.laplace import files, predictions, state, tuning
+from lapwing.estimate.data_pass import Watched
+from lapwing.laplace import persistence as files
+from lapwing.laplace import predictions, state, tuning
 from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
 from lapwing.laplace.data import Pairs, Seen, Tracked
 from lapwing.laplace.hyper import Fitted
 from lapwing.laplace.identity import Kept
-from lapwing.laplace.options import choose
+from lapwing.laplace.names import choose
 from lapwing.laplace.structures import AnyTangent, exceptions, recipe
 from lapwing.laplace.tasks import likelihood_of, noise_of
 from lapwing.laplace.weights import Weights, whole
 from lapwing.likelihoods import Categorical, Likelihood, Preference
 from lapwing.linalg import LinearMap
 from lapwing.linalg.autocast import outside_autocast
-from lapwing.linalg.psd import normal
+from lapwing.linalg.checks import normal
 from lapwing.params import ParamSpace
 from lapwing.predictive import draws, network_draws
 from lapwing.serialize import compact

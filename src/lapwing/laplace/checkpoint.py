@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import CurvatureError, DataError, LapwingError, OptionError, StorageError
-from lapwing.estimate.dual import LIMIT
-from lapwing.estimate.passes import Watched, no_batch
+from lapwing.estimate.data_pass import Watched, no_batch
+from lapwing.estimate.dual_rows import LIMIT
 from lapwing.laplace.data import Seen
-from lapwing.laplace.files import described, options
+from lapwing.laplace.descriptions import code_of, text
 from lapwing.laplace.identity import difference, further, structure
+from lapwing.laplace.persistence import described, options
 from lapwing.laplace.structures import RANDOM, AnyTangent
-from lapwing.laplace.words import code_of, text
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Dual, Independent
 from lapwing.serialize import KINDS, pack, read, unpack, write

@@ -12,7 +12,7 @@ from rich.progress import track
 from torch import Tensor
 
 from lapwing.errors import MissingKeyError
-from lapwing.estimate.passes import Wrapped, no_batch, one_shot
+from lapwing.estimate.data_pass import Wrapped, no_batch, one_shot
 from lapwing.evidence import GaussianFit
 from lapwing.tangent.inputs import moved
 

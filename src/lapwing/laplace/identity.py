@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import StorageError
-from lapwing.laplace.words import code_of, of_torch, text, written
+from lapwing.laplace.descriptions import code_of, of_torch, text, written
 from lapwing.serialize.files import DTYPES
 
 WINDOW = 2**20

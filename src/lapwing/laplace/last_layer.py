@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lapwing.errors import ModelError
 from lapwing.laplace import predictions
-from lapwing.laplace.classes import DiagLaplace, FullLaplace, KronLaplace, ParametricLaplace
 from lapwing.laplace.data import peek
 from lapwing.laplace.structures import CLOSED_FORM, AnyTangent
+from lapwing.laplace.variants import DiagLaplace, FullLaplace, KronLaplace, ParametricLaplace
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg.autocast import outside_autocast
 from lapwing.subnetwork import last_layer

@@ -11,12 +11,12 @@ from torch import nn
 
 from lapwing import training
 from lapwing.errors import OptionError
-from lapwing.estimate.passes import Batches
+from lapwing.estimate.data_pass import Batches
 from lapwing.laplace.base import BaseLaplace
 from lapwing.laplace.data import Pairs
-from lapwing.laplace.face import Laplace
+from lapwing.laplace.factory import Laplace
 from lapwing.laplace.hyper import precisions_of
-from lapwing.laplace.options import PriorStructure, choose
+from lapwing.laplace.names import PriorStructure, choose
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.laplace.options import LinkApprox, choose
+from lapwing.laplace.names import LinkApprox, choose
 from lapwing.likelihoods import Bernoulli, Categorical, Likelihood, Preference
 from lapwing.linalg import LinearMap
-from lapwing.linalg.psd import normal
+from lapwing.linalg.checks import normal
 from lapwing.posterior import Gaussian
 from lapwing.predictive import draws
 from lapwing.predictive.links import link_for

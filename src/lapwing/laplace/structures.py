@@ -21,8 +21,8 @@ from lapwing.errors import OptionError
 from lapwing.estimate import last_layer
 from lapwing.estimate.cotangents import DISTRIBUTIONS
 from lapwing.estimate.cotangents import empirical as observed
-from lapwing.estimate.passes import Batches
-from lapwing.laplace.options import OnUnsupported, check_options, choose
+from lapwing.estimate.data_pass import Batches
+from lapwing.laplace.names import OnUnsupported, check_options, choose
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Blocks, Curvature, Diagonal
 from lapwing.tangent import Tangent

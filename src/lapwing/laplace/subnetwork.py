@@ -10,14 +10,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lapwing.errors import ParameterError
-from lapwing.laplace.classes import (
+from lapwing.laplace.structures import AnyTangent
+from lapwing.laplace.variants import (
     DiagLaplace,
     FullLaplace,
     MixedDiagLaplace,
     ParametricLaplace,
     PropagatedDiagLaplace,
 )
-from lapwing.laplace.structures import AnyTangent
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import Tangent
 

@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing import evidence, validation
+from lapwing import evidence
 from lapwing.errors import DataError, OptionError, ParameterError
-from lapwing.estimate.passes import pair
+from lapwing.estimate.data_pass import pair
+from lapwing.evidence import grid as validation
 from lapwing.laplace.hyper import HyperParameters, precisions_of, prior_of
-from lapwing.laplace.options import PriorStructure, TuningMethod, choose
+from lapwing.laplace.names import PriorStructure, TuningMethod, choose
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace

@@ -1,17 +1,17 @@
-"""Linear algebra of curvature: structures that meet the contracts of `psd.py`. Torch only; knows no networks."""
+"""Linear algebra of curvature: structures that meet the contracts of `contracts.py`. Torch only; knows no networks."""
 
 from lapwing.linalg.blocks import Block, Blocks, BlocksPrecision
+from lapwing.linalg.contracts import Curvature, LinearMap, Precision
 from lapwing.linalg.dense import CholeskyPrecision, Dense, EigenPrecision
 from lapwing.linalg.diagonal import Diagonal, DiagonalPrecision
 from lapwing.linalg.dual import Dual
 from lapwing.linalg.dual_precision import DualPrecision
-from lapwing.linalg.eigenbasis import Kronecker, KroneckerSum
-from lapwing.linalg.ekfac import CorrectedKronecker, EigenColumns
-from lapwing.linalg.factors import Term, nearest_kronecker
-from lapwing.linalg.independent import Independent, IndependentPrecision
-from lapwing.linalg.kronecker_precision import KroneckerPrecision
+from lapwing.linalg.independent_outputs import Independent, IndependentPrecision
+from lapwing.linalg.kronecker.corrected import CorrectedKronecker, EigenColumns
+from lapwing.linalg.kronecker.factors import Term, nearest_kronecker
+from lapwing.linalg.kronecker.precision import KroneckerPrecision
+from lapwing.linalg.kronecker.structure import Kronecker, KroneckerSum
 from lapwing.linalg.low_rank import LowRank
-from lapwing.linalg.psd import Curvature, LinearMap, Precision
 from lapwing.linalg.row_set import RowSet
 from lapwing.linalg.rows import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece, Segments
 

@@ -15,8 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.checks import check_prior
+from lapwing.linalg.contracts import Curvature, Precision, same_kind
 from lapwing.linalg.diagonal import Diagonal
-from lapwing.linalg.psd import Curvature, Precision, check_prior, same_kind
 from lapwing.linalg.rows import Piece, Segments, route
 
 

@@ -18,11 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.gram import Formed, once
-from lapwing.linalg.psd import (
-    Curvature,
-    Multiple,
-    Precision,
+from lapwing.linalg.checks import (
     check_finite,
     check_positive,
     check_precisions,
@@ -31,8 +27,9 @@ from lapwing.linalg.psd import (
     check_scale,
     eigh,
     normal,
-    same_kind,
 )
+from lapwing.linalg.contracts import Curvature, Multiple, Precision, same_kind
+from lapwing.linalg.row_squares import Formed, once
 from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, OuterRows, Piece, assemble, chunks, rows_of
 
 

@@ -14,18 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.gram import forms, weighted_gram, weighted_squares
-from lapwing.linalg.psd import (
-    Curvature,
-    Precision,
-    check_finite,
-    check_positive,
-    check_precisions,
-    check_prior,
-    check_scale,
-    normal,
-    same_kind,
-)
+from lapwing.linalg.checks import check_finite, check_positive, check_precisions, check_prior, check_scale, normal
+from lapwing.linalg.contracts import Curvature, Precision, same_kind
+from lapwing.linalg.row_squares import forms, weighted_gram, weighted_squares
 from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, rows_of
 
 

@@ -31,19 +31,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.checks import check_finite, check_precisions, check_prior, check_scale, eigh_psd
+from lapwing.linalg.contracts import Curvature, Multiple, same_kind
 from lapwing.linalg.dense import CholeskyPrecision, EigenPrecision
 from lapwing.linalg.diagonal import DiagonalPrecision
 from lapwing.linalg.dual_precision import DualPrecision
-from lapwing.linalg.psd import (
-    Curvature,
-    Multiple,
-    check_finite,
-    check_precisions,
-    check_prior,
-    check_scale,
-    eigh_psd,
-    same_kind,
-)
 from lapwing.linalg.row_set import RowSet
 from lapwing.linalg.rows import Piece
 

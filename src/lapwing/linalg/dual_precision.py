@@ -15,12 +15,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lapwing.linalg.checks import normal
+from lapwing.linalg.contracts import Precision
 from lapwing.linalg.dense import DensePrecision
 from lapwing.linalg.diagonal import DiagonalPrecision
-from lapwing.linalg.psd import Precision, normal
+from lapwing.linalg.row_products import taken
 from lapwing.linalg.row_set import RowSet
 from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, chunks, rows_of
-from lapwing.linalg.stacks import taken
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.row_products import Stack, block_cross, block_traced, piece_bytes, taken
 from lapwing.linalg.rows import (
     DEFAULT_BUDGET,
     DenseRows,
@@ -38,7 +39,6 @@ from lapwing.linalg.rows import (
     rows_of,
     spelled_out,
 )
-from lapwing.linalg.stacks import Stack, block_cross, block_traced, piece_bytes, taken
 
 
 class Adjoint(torch.autograd.Function):

@@ -26,7 +26,8 @@ from torch import Tensor
 from lapwing import likelihoods, linalg
 from lapwing.errors import DataError
 from lapwing.evidence import GaussianFit
-from lapwing.linalg import dual, factors, low_rank, row_set, rows
+from lapwing.linalg import dual, low_rank, row_set, rows
+from lapwing.linalg.kronecker import factors
 
 KINDS: dict[str, type] = {}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lapwing.errors import DataError, ParameterError
-from lapwing.estimate.passes import named
+from lapwing.estimate.data_pass import named
 from lapwing.likelihoods import Likelihood
 from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import Called, batch_size

@@ -34,7 +34,7 @@ from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chun
 from lapwing.params import ParamSpace
 from lapwing.tangent.checks import check_output, check_space, check_trainable
 from lapwing.tangent.fallback import batched_grad, gradients, opaque_rows, pull_back
-from lapwing.tangent.gate import Gate, gated, through
+from lapwing.tangent.input_gradients import Gate, gated, through
 from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, shape_key, take
 from lapwing.tangent.paths import custom_function
 from lapwing.tangent.private import private

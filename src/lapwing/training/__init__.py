@@ -7,7 +7,7 @@ options    what a run is asked for, checked
 borrowed   modes, random numbers and weights of the model that a run is lent
 """
 
-from lapwing.training.hyper import Hyper, adam
-from lapwing.training.marglik import Epoch, Trained, train
+from lapwing.training.evidence_ascent import Hyper, adam
+from lapwing.training.marginal_likelihood import Epoch, Trained, train
 
 __all__ = ["Epoch", "Hyper", "Trained", "adam", "train"]

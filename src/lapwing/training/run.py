@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lapwing.errors import DataError, LapwingError
-from lapwing.estimate.passes import no_batch
+from lapwing.estimate.data_pass import no_batch
 from lapwing.evidence import Evidence, GaussianFit
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.linalg import Curvature

@@ -1,0 +1,1 @@
+"""The command `lapwing`: the one part of the library that prints."""

@@ -1,0 +1,105 @@
+"""diagonal: the exact diagonal of the GGN or Fisher, layer by layer, without the rows it is made of.
+
+Without weight sharing a layer's share is (sum_r G*G)^T (A*A), one product; with sharing the rows of one layer are
+formed for one cotangent at a time. Memory O(P) and a chunk; an embedding touches only the tokens it meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.estimate.cotangents import Cotangents, exact
+from lapwing.estimate.data_pass import Batches, pulled
+from lapwing.estimate.symmetric_sums import FEW_ROWS
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import DenseRows, Diagonal, LookupRows, MatrixLayout, OuterRows, Piece, Segments
+from lapwing.linalg.rows import CACHE, assemble, chunks, connected, contract, contract_bytes, rows_of
+from lapwing.tangent import Tangent
+
+
+def diagonal(
+    tangent: Tangent,
+    likelihood: Likelihood,
+    batches: Batches,
+    *,
+    cotangents: Cotangents = exact,
+    generator: torch.Generator | None = None,
+) -> Diagonal:
+    """diag(sum_n J_n^T H_n J_n), exact."""
+    space = tangent.space
+    total = SquareSum(torch.zeros(space.size, dtype=space.dtype, device=space.device), tangent.budget)
+    for batch in pulled(tangent, likelihood, batches, cotangents, generator):
+        total.add(batch.pieces)
+    return Diagonal(total.vector())
+
+
+@dataclass
+class SquareSum:
+    """sum over rows of row^2, entry by entry, for rows in factored form."""
+
+    total: Float[Tensor, " size"]
+    budget: int
+    waiting: dict[MatrixLayout, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        for segments, group in connected(pieces):
+            piece = group[0]
+            if len(group) > 1:
+                self._add_formed(segments, group)
+            elif isinstance(piece, DenseRows):
+                self.total[slice(*piece.segments[0])] += piece.values.square().sum((0, 1))
+            elif isinstance(piece, LookupRows):
+                piece.layout.scatter_add(_lookup_squares(piece).unsqueeze(0), self.total)
+            elif piece.shared > 1:
+                piece.layout.scatter_add(self._shared_squares(piece), self.total)
+            else:
+                self._add_outer(piece)
+
+    def vector(self) -> Float[Tensor, " size"]:
+        for layout in list(self.waiting):
+            self._flush(layout)
+        return self.total
+
+    def _add_outer(self, piece: OuterRows) -> None:
+        """Without sharing: (sum_r G*G)^T (A*A), one product for the rows of several batches."""
+        waiting = self.waiting.setdefault(piece.layout, [])
+        waiting.append((piece.left[:, :, 0].square().sum(0), piece.right[:, 0].square()))
+        if sum(len(right) for _, right in waiting) >= FEW_ROWS:
+            self._flush(piece.layout)
+
+    def _flush(self, layout: MatrixLayout) -> None:
+        lefts, rights = zip(*self.waiting.pop(layout), strict=True)
+        layout.scatter_add(torch.einsum("n k o, n k i -> k o i", torch.cat(lefts), torch.cat(rights)), self.total)
+
+    def _shared_squares(self, piece: OuterRows) -> Float[Tensor, "groups rows width"]:
+        layout, batch = piece.layout, piece.left.shape[1]
+        squares = piece.right.new_zeros(layout.groups, layout.rows, layout.width)
+        for part in chunks(batch, contract_bytes(piece.left, layout.width), min(CACHE, self.budget)):
+            squares += contract(piece.left[:, part], piece.right[part]).square().sum((0, 1))
+        return squares
+
+    def _add_formed(self, segments: Segments, group: Sequence[Piece]) -> None:
+        """Several uses of one parameter: their rows are added before they are squared."""
+        local = [member.moved(segments) for member in group]
+        count, batch = rows_of(group[0])
+        squares = self.total.new_zeros(segments.size)
+        for rows in chunks(batch, 2 * count * segments.size * squares.element_size(), self.budget):
+            squares += assemble(local, segments.size, rows).square().sum((0, 1))
+        spread = torch.zeros_like(self.total)
+        segments.scatter(squares, spread)
+        self.total += spread
+
+
+def _lookup_squares(piece: LookupRows) -> Float[Tensor, "table features"]:
+    """Occurrences of one token in one data point are summed before they are squared."""
+    left, index = piece.left, piece.index
+    table, batch = piece.layout.rows, left.shape[1]
+    owner = torch.arange(batch, device=index.device).unsqueeze(1) * table + index
+    met, inverse = owner.flatten().unique(return_inverse=True)
+    summed = left.new_zeros(left.shape[0], len(met), left.shape[-1]).index_add_(1, inverse, left.flatten(1, 2))
+    return left.new_zeros(table, left.shape[-1]).index_add_(0, met % table, summed.square().sum(0))

@@ -1,0 +1,181 @@
+"""How wide a posterior should be: one factor on its covariance and one on the noise, by rows it was not fitted to.
+
+    HeldOut    value, variance [n, C] of outputs at rows apart, and their targets [n, ...]
+    rescale    the factors c and s with the largest likelihood there, where they are worth it
+
+The covariance is multiplied by c through temperature and prior precision, (H / (sigma^2 s^2 T) + prior / c)^-1 with
+T = c / s^2, so that nothing is fitted again. Where no rows can be spared, `leave_one_out` gives what a Gaussian
+regression would have said of each row without it, from one pass: with leverage h = variance / (sigma^2 T),
+
+    y - f_without = (y - f) / (1 - h)        variance_without = variance / (1 - h)
+
+which is exact for a linear model at its mode and needs the full covariance: Kronecker factors do not add up to
+leverages below one. Where the noise is an output of the network, c scales its variance too, s does not exist, and sigma
+is that of the row. `point_noise` is the same idea for a prediction without error bars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import DataError
+from lapwing.estimate.data_pass import check_loss
+from lapwing.evidence import GaussianFit
+from lapwing.laplace import BaseLaplace
+from lapwing.laplace.data import Pairs
+from lapwing.laplace.predictions import moments
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from lapwing.predictive import Amounts, counts, probit
+from lapwing.tables.tuning import share_left
+
+COVARIANCE = torch.logspace(-3, 3, 61, dtype=torch.float64)
+NOISE = torch.logspace(-1.5, 1, 51, dtype=torch.float64)
+LEVERAGE = 0.95
+"""Of no row is more than this share of its own prediction believed to be its own doing."""
+ERRORS = 3.0
+"""Standard errors by which factors must gain where rows were left out by a formula, not in fact."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Outputs, their variances and targets, class axis last: what closed-form predictions need."""
+
+    likelihood: Likelihood
+    value: Float[Tensor, "n outputs"]
+    variance: Float[Tensor, "n outputs"]
+    targets: Tensor
+    noise: Float[Tensor, " outputs"] | Float[Tensor, " 1"]
+
+    @property
+    def count(self) -> int:
+        return len(self.targets) if isinstance(self.likelihood, Categorical) else self.targets.numel()
+
+    def log_prob(self, c: float, s: float = 1.0) -> Float[Tensor, " count"]:
+        """Of each target, for a covariance times c and noise times s."""
+        variance = c * self.variance
+        if isinstance(self.likelihood, Categorical):
+            p = probit(self.value, variance).gather(1, self.targets.unsqueeze(1)).squeeze(1)
+            return p.clamp_min(1e-300).log()
+        if isinstance(self.likelihood, Bernoulli):
+            p = probit(self.value.unsqueeze(-1), variance.unsqueeze(-1)).squeeze(-1)
+            p = torch.where(self.targets > 0.5, p, 1 - p)
+            return p.clamp_min(1e-300).log().flatten()
+        if isinstance(self.likelihood, Poisson):
+            return counts.log_prob(self.targets.flatten(), self.value.flatten(), variance.flatten())
+        if isinstance(self.likelihood, HeteroscedasticGaussian):
+            return Amounts.of_heads(self.value, variance).log_prob(self.targets.flatten())
+        return Amounts.of_sigma(self.value, variance, self.noise * s).log_prob(self.targets.flatten())
+
+
+def calibrate(la: BaseLaplace, val_loader: Iterable[Any]) -> str:
+    """Scales the posterior covariance, and a free noise level, to what held-out targets prefer; says what was done."""
+    held_out = gathered(la, val_loader)
+    if held_out is None:
+        name = type(la.distribution).__name__
+        return f"Calibration: none, as predictions of {name} have no closed form to compare scales with."
+    return rescale(la, held_out)
+
+
+def rescale(la: BaseLaplace, held_out: HeldOut, errors: float = 0.0) -> str:
+    """The best factors are kept where they gain more than they are numbers (Akaike's rule), and more than `errors`
+    standard errors of the gain; else nothing changes. Says what was done."""
+    sigmas = NOISE.tolist() if la.has_noise else [1.0]
+    before = held_out.log_prob(1.0)
+    grid = [(c, s) for c in COVARIANCE.tolist() for s in sigmas]
+    c, s = max(grid, key=lambda pair: float(held_out.log_prob(*pair).sum()))
+    gains, n = held_out.log_prob(c, s) - before, held_out.count
+    gain, error = float(gains.sum()), float(gains.std(correction=0)) * n**0.5
+    means = f"mean log-likelihood {float(before.mean()):.4f} before"
+    if not gain > max(1 + la.has_noise, errors * error):
+        return f"Calibration: left as the evidence chose it; {n:,} targets of val_loader gain too little ({means})."
+    la.temperature = la.temperature * c / s**la.evidence.noise_power
+    la.prior_precision = la.prior_precision / c
+    noise = ""
+    if la.has_noise:
+        la.sigma_noise = la.sigma_noise * s
+        noise = f" and the noise by {s:.3g}"
+    return (
+        f"Calibration: on {n:,} targets of val_loader the posterior covariance was multiplied by {c:.3g}{noise} "
+        f"({means}, {float((before + gains).mean()):.4f} after)."
+    )
+
+
+def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
+    """Predictions for the rows of a loader; None for a likelihood whose predictions have no closed form."""
+    likelihood = la.distribution
+    if not isinstance(likelihood, (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian, Poisson)):
+        return None
+    values, variances, targets = [], [], []
+    for batch in Pairs(loader, la.dict_key_y, la.space.device):
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise DataError(f"a batch of val_loader is a {type(batch).__name__}; expected a pair (x, y).")
+        x, y = batch
+        with torch.no_grad():
+            linear = la.linearise(x)
+            check_loss(likelihood, linear.value, y)
+            value, variance = (likelihood.to_last(v) for v in moments(la.posterior, linear, diagonal=True))
+        width = value.shape[-1]
+        flat, spread = (v.reshape(-1, width).double().cpu() for v in (value, variance))
+        if isinstance(likelihood, Categorical):
+            y = y.flatten().cpu()
+            kept = (0 <= y) & (y < width)  # a target to be ignored is outside the classes
+            flat, spread, y = flat[kept], spread[kept], y[kept]
+        else:
+            amounts = width // 2 if isinstance(likelihood, HeteroscedasticGaussian) else width
+            y = likelihood.to_last(y).reshape(-1, amounts).double().cpu()
+        values.append(flat)
+        variances.append(spread.clamp_min(0))
+        targets.append(y)
+    if not sum(map(len, targets)):
+        raise DataError("val_loader yields no target; expected at least one (x, y) pair of held-out data.")
+    noise = torch.ones(1, dtype=torch.float64)
+    if isinstance(likelihood, Gaussian):
+        noise = la.sigma_noise if la.has_noise else torch.as_tensor(likelihood.sigma)
+        noise = noise.detach().double().cpu().reshape(-1)
+    return HeldOut(likelihood, torch.cat(values), torch.cat(variances), torch.cat(targets), noise)
+
+
+def leave_one_out(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut:
+    """What a regression would have said of each row it was fitted to, had it not seen it."""
+    seen = gathered(la, loader)
+    assert seen is not None
+    varying = isinstance(seen.likelihood, HeteroscedasticGaussian)
+    assert varying or isinstance(seen.likelihood, Gaussian)
+    count = seen.targets.shape[1]
+    mean, variance = seen.value[:, :count], seen.variance[:, :count]
+    square = seen.value[:, count:].exp() if varying else seen.noise.square()
+    left = 1 - (variance / (square * float(la.temperature))).clamp_max(LEVERAGE)
+    without = seen.targets - (seen.targets - mean) / left
+    value = torch.cat([without, seen.value[:, count:]], 1)
+    return replace(seen, value=value, variance=torch.cat([variance / left, seen.variance[:, count:]], 1))
+
+
+@torch.no_grad()
+def point_noise(la: BaseLaplace) -> float:
+    """The noise level of a regression that is to do without error bars of the mean, by generalised cross-validation.
+
+    sigma^2 = (SSE / N) / (1 - gamma / N)^2, with gamma parameters determined by N targets: the mean square of the
+    residuals, each as it were without its own row, if all had the same leverage. It is the noise of the evidence,
+    SSE / (N - gamma), plus what the weights leave open on average; a posterior says in addition where.
+    """
+    fit = la.evidence.fit
+    assert isinstance(fit, GaussianFit)
+    gamma = la.evidence.effective_parameters(la.prior, la.sigma_noise, la.temperature).clamp_min(0).sum()
+    left = (1 - gamma / fit.targets).clamp_min(0.1)  # as for the noise: some targets remain to estimate it from
+    return float((fit.squares / fit.targets).sqrt() / left)
+
+
+@torch.no_grad()
+def point_share(la: BaseLaplace) -> float:
+    """1 - gamma / N where the noise is an output, for gamma parameters of the mean that are determined by N targets.
+
+    With log-variances at their level by the evidence, sum z^2 = N - gamma, generalised cross-validation asks for noise
+    variances over this.
+    """
+    return float(share_left(la.effective_parameters(), la.n_data * la.n_outputs // 2))

@@ -1,0 +1,219 @@
+"""The two contracts every structure meets: `Curvature` [P, P], summed over data, and `Precision`, curvature + prior.
+
+A curvature adds and scales; a precision solves, draws, and has a log-determinant. A structure decomposes itself once,
+when the first precision is asked of it; every further prior then costs O(P) or so, and `logdet`, `solve` and
+`covariance` are differentiable in the prior precision.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lapwing.errors import CurvatureError
+from lapwing.linalg.checks import check_precisions, eigh
+from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, push
+
+
+@runtime_checkable
+class LinearMap(Protocol):
+    """The Jacobian of a network at a batch of inputs: [B, C, P], never spelled out unless asked."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def outputs(self) -> int: ...
+
+    @property
+    def value(self) -> Float[Tensor, "batch *out"]:
+        """The network's output, the point that J is taken at."""
+        ...
+
+    def mv(self, v: Float[Tensor, " params"]) -> Float[Tensor, "batch *out"]: ...
+
+    def rmv(self, u: Float[Tensor, "batch *out"]) -> Float[Tensor, " params"]: ...
+
+    def rows(self) -> Float[Tensor, "batch outputs params"]: ...
+
+    def parts(self) -> Iterator[LinearMap]:
+        """The same map for consecutive sub-batches, each small enough for the memory budget."""
+        ...
+
+    def pieces(self) -> list[Piece]:
+        """The rows in factored form, one cotangent per output."""
+        ...
+
+
+class Curvature(ABC):
+    """A symmetric positive semi-definite matrix [P, P] (or a Hessian, which may be indefinite), summed over data."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """P, the number of parameters."""
+
+    @abstractmethod
+    def __add__(self, other: Curvature) -> Curvature:
+        """The sum of the two matrices: curvatures of two tasks, each perhaps scaled, at the same parameters."""
+
+    @abstractmethod
+    def __mul__(self, scale: float | int | Tensor) -> Curvature: ...
+
+    @abstractmethod
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
+
+    @abstractmethod
+    def diagonal(self) -> Float[Tensor, " params"]: ...
+
+    @abstractmethod
+    def dense(self) -> Float[Tensor, "params params"]:
+        """The matrix in flat parameter order; O(P^2) memory, for small P and for tests."""
+
+    @abstractmethod
+    def with_prior(self, precision: float | int | Tensor) -> Precision:
+        """Curvature + diag(precision): a number for an isotropic prior, or a vector [P]."""
+
+    def pooled(self, other: Curvature) -> Curvature:
+        """The curvature of one data set of which the two have seen a part each, as if estimated in one pass.
+
+        The sum, except where a curvature is no sum over data, as a Kronecker product is not.
+        """
+        return self + other
+
+    def __rmul__(self, scale: float | int | Tensor) -> Curvature:
+        return self * scale
+
+    def to_matrix(self) -> Float[Tensor, "params params"]:
+        """As `dense`."""
+        return self.dense()
+
+    def clone(self) -> Curvature:
+        """A copy that shares no memory."""
+        return deepcopy(self)
+
+    def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
+        """`with_prior(p).squares(pieces)` for each of k isotropic prior precisions p.
+
+        Structures rotate the rows once and not k times; a Kronecker block states a relative error (below 1e-6).
+        """
+        precisions = check_precisions(precisions)
+        return torch.stack([self.with_prior(precision).squares(pieces) for precision in precisions])
+
+    def variances(self, linear_map: LinearMap, precisions: Float[Tensor, " k"]) -> Float[Tensor, "k batch outputs"]:
+        """Variance of every output under each of k isotropic prior precisions, with one linearisation."""
+        return torch.cat([self.sweep(part.pieces(), precisions) for part in linear_map.parts()], dim=1)
+
+
+class Precision(ABC):
+    """A symmetric positive definite matrix [P, P] that is solved with, sampled from and integrated."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """P, the number of parameters."""
+
+    @abstractmethod
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
+
+    @abstractmethod
+    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
+
+    @abstractmethod
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        """n draws from N(0, precision^-1)."""
+
+    @abstractmethod
+    def logdet(self) -> Float[Tensor, ""]: ...
+
+    @abstractmethod
+    def variance(self) -> Float[Tensor, " params"]:
+        """The diagonal of the inverse."""
+
+    @abstractmethod
+    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        """row[r,n] precision^-1 row[s,n]^T for rows in factored form, one data point at a time."""
+
+    def to_matrix(self, exponent: float | int = 1) -> Float[Tensor, "params params"]:
+        """The matrix, its inverse (-1) or another power of it; O(P^2) memory, for small P and for tests."""
+        like = self.variance()
+        eye = torch.eye(self.size, dtype=like.dtype, device=like.device)
+        if exponent == 1:
+            return self.mv(eye)
+        if exponent == -1:
+            return self.solve(eye)
+        values, vectors = eigh(self.mv(eye))
+        return (vectors * values**exponent) @ vectors.mT
+
+    def clone(self) -> Precision:
+        """A copy that shares no memory."""
+        return deepcopy(self)
+
+    def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
+        """The diagonal of `quadratic`; structures that can do so leave the rest of it out."""
+        return self.quadratic(pieces).diagonal(dim1=-2, dim2=-1)
+
+    def variances(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs"]:
+        """The diagonal of `covariance`, without the rest of it: what many outputs allow."""
+        return torch.cat([self.squares(part.pieces()) for part in linear_map.parts()])
+
+    def covariance(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs outputs"]:
+        """J precision^-1 J^T of every input: the functional covariance, without [B, C, P]."""
+        return torch.cat([self.quadratic(part.pieces()) for part in linear_map.parts()])
+
+    def joint(self, rows: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "batch outputs batch outputs"]:
+        """J precision^-1 J^T between the outputs of all inputs, for rows that are spelled out."""
+        return torch.einsum("b c p, d e p -> b c d e", rows, self.solve(rows))
+
+    def functional_draws(
+        self, linear_map: LinearMap, n: int, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "n batch outputs"]:
+        """n draws of J v, v ~ N(0, precision^-1): a draw of the weights moves all inputs together, as it should."""
+        deltas = self.draw(n, generator)
+        parts = [push(part.pieces(), deltas, DEFAULT_BUDGET) for part in linear_map.parts()]
+        return torch.cat(parts, dim=1)
+
+    def inverse_trace(self, groups: Int[Tensor, " params"] | None = None) -> Float[Tensor, " groups"]:
+        """Trace of the inverse, per group of parameters (group numbers 0..k as from `ParamSpace.groups`)."""
+        variance = self.variance()
+        if groups is None:
+            return variance.sum().unsqueeze(0)
+        if groups.shape != variance.shape or bool((groups < 0).any()):
+            raise CurvatureError(
+                f"groups has shape {tuple(groups.shape)} and smallest number {int(groups.min())}; expected {self.size} "
+                "(= P) numbers >= 0, as from ParamSpace.groups."
+            )
+        return variance.new_zeros(int(groups.max()) + 1).index_add(0, groups, variance)
+
+
+AnyCurvature = TypeVar("AnyCurvature", bound=Curvature)
+
+
+@dataclass(frozen=True, eq=False)
+class Multiple(Generic[AnyCurvature]):
+    """What a scaled curvature is a multiple of, so that it has not to be decomposed again.
+
+    The eigenvectors are those of `of`, and the eigenvalues a product: derivatives in the scale (1 / sigma^2 of a
+    regression) need none of the decomposition itself, which would be infinite for equal eigenvalues.
+    """
+
+    of: AnyCurvature
+    scale: float | int | Tensor
+
+
+def same_kind(ours: AnyCurvature, other: Curvature) -> AnyCurvature:
+    """`other`, if it has the structure and the size of `ours`; an error otherwise."""
+    if not isinstance(other, type(ours)) or other.size != ours.size:
+        size = f" of size {other.size}" if isinstance(other, Curvature) else ""
+        raise CurvatureError(
+            f"cannot add {type(other).__name__}{size} to {type(ours).__name__} of size {ours.size}; expected the same "
+            "structure over the same parameters. Fit both with one estimator and one parameter space."
+        )
+    return other

@@ -1,0 +1,167 @@
+"""Rows of a Jacobian in the eigenbasis Q_G (x) Q_A of a Kronecker block, in the forms of `gram.py`.
+
+`Q diag(values) Q^T` itself is a list of `EigenPart`: products with it, its diagonal, and squares of rows in its basis.
+Without sharing each side is rotated on its own, N I^2 + R N O^2, or R O^2 where the left side is the same for all data
+points. With sharing the rows are formed, a few data points at a time, and each side is rotated before or after that,
+whichever is less. Rows in any other form are spelled out, within the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.linalg.row_squares import Form, Formed, Lookup, Outer, once
+from lapwing.linalg.rows import (
+    CACHE,
+    DEFAULT_BUDGET,
+    LookupRows,
+    MatrixLayout,
+    OuterRows,
+    Piece,
+    assemble,
+    chunks,
+    contract_bytes,
+    contract_folded,
+    rows_of,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class EigenPart:
+    """Columns `part` of the matrix: Q_G [.] Q_A^T with eigenvalues [K, O, width of part]."""
+
+    part: slice
+    row_vectors: Tensor | None
+    col_vectors: Tensor | None
+    values: Float[Tensor, "groups rows cols"]
+
+    def rotate(self, matrix: Tensor) -> Tensor:
+        """Q_G^T M Q_A."""
+        matrix = matrix if self.row_vectors is None else self.row_vectors.mT @ matrix
+        return matrix if self.col_vectors is None else matrix @ self.col_vectors
+
+    def rotate_back(self, matrix: Tensor) -> Tensor:
+        matrix = matrix if self.row_vectors is None else self.row_vectors @ matrix
+        return matrix if self.col_vectors is None else matrix @ self.col_vectors.mT
+
+    def multiplied(self, matrix: Tensor) -> Tensor:
+        """Q (values * Q^T M), for the columns of this part."""
+        return self.rotate_back(self.rotate(matrix) * self.values)
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of Q diag(values) Q^T as a matrix [K, O, width of part]."""
+        rows, cols = (None if q is None else q.square() for q in (self.row_vectors, self.col_vectors))
+        return replace(self, row_vectors=rows, col_vectors=cols).rotate_back(self.values)
+
+
+def each_part(
+    layout: MatrixLayout, parts: Sequence[EigenPart], function: Callable[[EigenPart], Tensor]
+) -> Float[Tensor, "*batch params"]:
+    """`function(part)` [*batch, K, O, width of part] of all parts, side by side and in flat order."""
+    out = torch.cat([function(part) for part in parts], dim=-1)
+    flat = out.new_zeros(*out.shape[:-3], layout.groups * layout.rows * layout.width)
+    layout.scatter_add(out, flat)
+    return flat
+
+
+def square_sums(layout: MatrixLayout, parts: Sequence[EigenPart], pieces: Sequence[Piece]) -> list[Tensor]:
+    """sum over rows of (Q_G^T row Q_A)^2 for every part: the diagonal, in its basis, of the curvature of the rows."""
+    totals = [torch.zeros_like(part.values) for part in parts]
+    for _, form, part in rotated(layout, parts, pieces):
+        totals[next(i for i, each in enumerate(parts) if each is part)] += form.total(part.values.shape)
+    return totals
+
+
+def swept(
+    layout: MatrixLayout,
+    parts: Sequence[EigenPart],
+    pieces: Sequence[Piece],
+    precisions: Float[Tensor, " k"],
+    outer: Callable[[Outer, EigenPart], Float[Tensor, "k n r"]] | None = None,
+) -> Float[Tensor, "k n r"]:
+    """Squares of rows under 1 / (values + precision), for each precision; `outer` is a faster way without sharing."""
+    count, batch = rows_of(pieces[0])
+    total = parts[0].values.new_zeros(len(precisions), batch, count)
+    for points, form, part in rotated(layout, parts, pieces, DEFAULT_BUDGET // 4):
+        if outer is not None and isinstance(form, Outer):
+            total[:, points] += outer(form, part)
+        else:
+            values = part.values[0] if isinstance(form, Lookup) else part.values
+            total[:, points] += form.sweep(values, precisions)
+    return total
+
+
+def rotated(
+    layout: MatrixLayout, parts: Sequence[EigenPart], pieces: Sequence[Piece], budget: int | None = None
+) -> Iterator[tuple[slice, Form, EigenPart]]:
+    """(data points, their rows in the eigenbasis, the part of the matrix they belong to); the sum is over all."""
+    only = pieces[0] if len(pieces) == 1 else None
+    if isinstance(only, OuterRows) and only.layout == layout:
+        return _outer(parts, only) if only.shared == 1 else _shared(layout, parts, only, budget or CACHE)
+    if isinstance(only, LookupRows) and only.layout == layout and len(parts) == 1 and parts[0].row_vectors is None:
+        return _table(parts[0], only)
+    return _formed(layout, parts, pieces)
+
+
+def _outer(parts: Sequence[EigenPart], piece: OuterRows) -> Iterator[tuple[slice, Form, EigenPart]]:
+    left, right = once(piece.left[:, :, 0]), piece.right[:, 0]
+    turned, by = left, None
+    for part in parts:
+        if part.row_vectors is not None and part.row_vectors is not by:  # parts share it: a block has one output side
+            turned, by = _rotate_vectors(left, part.row_vectors), part.row_vectors
+        inputs = _rotate_vectors(right[..., part.part], part.col_vectors)
+        yield slice(0, len(right)), Outer(turned, inputs), part
+
+
+def _shared(
+    layout: MatrixLayout, parts: Sequence[EigenPart], piece: OuterRows, budget: int
+) -> Iterator[tuple[slice, Form, EigenPart]]:
+    count, batch = rows_of(piece)
+    rows_before = piece.shared < layout.width
+    cols_before = piece.shared < count * layout.rows
+    for part in parts:
+        right = _rotate_vectors(piece.right[..., part.part], part.col_vectors if cols_before else None)
+        for points in chunks(batch, contract_bytes(piece.left, right.shape[-1]), budget):
+            left = piece.left[:, points].permute(1, 3, 0, 4, 2)  # [n, k, r, o, t]
+            if rows_before and part.row_vectors is not None:
+                left = part.row_vectors.mT.unsqueeze(1) @ left
+            matrix = contract_folded(left, right[points])
+            matrix = _rotate_last(matrix, None if cols_before else part.col_vectors)
+            matrix = _rotate_last(matrix.mT, None if rows_before else part.row_vectors).mT
+            yield points, Formed(matrix.flatten(2)), part
+
+
+def _table(part: EigenPart, piece: LookupRows) -> Iterator[tuple[slice, Form, EigenPart]]:
+    """A table is diagonal along its rows, so that only its columns are rotated; it has no bias and no groups."""
+    left = _rotate_vectors(piece.left.unsqueeze(-2), part.col_vectors).squeeze(-2)
+    yield slice(0, left.shape[1]), Lookup(left, piece.index), part
+
+
+def _formed(
+    layout: MatrixLayout, parts: Sequence[EigenPart], pieces: Sequence[Piece]
+) -> Iterator[tuple[slice, Form, EigenPart]]:
+    count, batch = rows_of(pieces[0])
+    size = layout.groups * layout.rows * layout.width
+    for points in chunks(batch, 4 * 8 * count * size, DEFAULT_BUDGET):
+        matrix = layout.gather(assemble(pieces, size, points))
+        for part in parts:
+            yield points, Formed(part.rotate(matrix[..., part.part]).flatten(2).transpose(0, 1)), part
+
+
+def _rotate_vectors(vectors: Float[Tensor, "*batch groups d"], rotation: Tensor | None) -> Tensor:
+    if rotation is None:
+        return vectors
+    if rotation.shape[0] == 1:
+        return (vectors.flatten(0, -2) @ rotation[0]).reshape(vectors.shape)
+    return (vectors.unsqueeze(-2) @ rotation).squeeze(-2)
+
+
+def _rotate_last(matrix: Float[Tensor, "*batch groups rows d"], rotation: Tensor | None) -> Tensor:
+    if rotation is None:
+        return matrix
+    return matrix @ (rotation[0] if rotation.shape[0] == 1 else rotation)

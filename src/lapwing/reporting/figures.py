@@ -1,0 +1,120 @@
+"""All figures of a report as one dictionary, and the page as a file that appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lapwing.errors import DataError
+from lapwing.laplace import BaseLaplace
+from lapwing.reporting import numbers
+from lapwing.reporting.observations import SHOWN_COLUMNS, Observed
+from lapwing.reporting.predictions import Classes, Counts, Numbers
+from lapwing.reporting.words import number
+from lapwing.serialize import replacing
+from lapwing.serialize.files import check_writable
+
+Figures = dict[str, Any]
+
+
+def collect(
+    la: BaseLaplace,
+    observed: Observed,
+    *,
+    names: Sequence[str] | None = None,
+    classes: Sequence[str] | None = None,
+    title: str | None = None,
+    conformal: Figures | None = None,
+    facts: Sequence[str] = (),
+    noise: float | None = None,
+    choices: Sequence[str] = (),
+    held_out: bool = False,
+) -> Figures:
+    """All figures of a report, ready for JSON. `noise` is its level in other units, if it is constant; `held_out` says
+    that the rows are known not to have been used for training."""
+    data = observed.data
+    if not len(data.targets):
+        raise DataError("the loader has no row with a target; expected at least one. Check the dataset.")
+    if not bool(data.uncertainty.isfinite().all()):
+        raise DataError("a prediction is not finite; expected numbers. Check the inputs for missing or huge values.")
+    if isinstance(data, Numbers) and not bool((known := data.deviation.square().isfinite()).all()):
+        at = int(observed.row[~known][0])
+        raise DataError(
+            f"the predicted noise of row {at}, counted from 0 among those looked at, is too large to be a number; "
+            "expected inputs less far from those that were learnt from. Leave it out, or fit with constant noise."
+        )
+    task = "classification" if isinstance(data, Classes) else "regression"
+    calibration = (
+        {"reliability": numbers.reliability(data)}
+        if isinstance(data, Classes)
+        else {"transform": numbers.transform(data)}
+    )
+    rows = numbers.uncertain(observed)
+    if observed.columns is not None:
+        rows = [row | {"columns": [number(v) for v in observed.columns[row["row"]].tolist()]} for row in rows]
+    found = numbers.noise(observed)
+    own = [f"Structure: {la.reason}."] if la.reason and not la.choices else []
+    return {
+        "title": title or f"{type(la.model).__name__} with error bars",
+        "version": _version(),
+        "task": task,
+        "counts": isinstance(data, Counts),
+        "rows": observed.rows,
+        "held_out": held_out,
+        "facts": [*facts, *_facts(la, observed, found, noise)],
+        "noise": found,
+        "summary": numbers.summary(data),
+        **calibration,
+        "coverage": numbers.coverage(data, conformal),
+        "errors": numbers.errors(data),
+        "unfamiliar": numbers.unfamiliar(observed),
+        "evidence": numbers.evidence(la),
+        "effective": numbers.effective(la),
+        "uncertain": rows,
+        "columns": [str(name) for name in (names or ())][: SHOWN_COLUMNS if observed.columns is not None else 0],
+        "classes": [str(name) for name in classes] if classes is not None else None,
+        "choices": [*choices, *la.choices, *own],
+    }
+
+
+def check_early(path: str | os.PathLike[str]) -> None:
+    """Before the work: whether the page can be written, as far as its folder is there."""
+    if Path(path).parent.is_dir():
+        check_writable(path)
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """The file appears whole or not at all, and its folder where there is none."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot write {target}: {error.strerror}; expected a folder that can be written to."
+        ) from error
+    with replacing(target) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def _facts(la: BaseLaplace, observed: Observed, found: Figures | None, noise: float | None) -> list[str]:
+    facts = [
+        f"{observed.rows:,} rows looked at, {la.n_data:,} learnt from",
+        f"{type(la.model).__name__} with {sum(p.numel() for p in la.model.parameters()):,} parameters",
+        f"{type(la).__name__} over {la.space.size:,} of them",
+    ]
+    if found is not None and found["varies"]:
+        low, high = number(found["low"]), number(found["high"])
+        facts.append(f"noise varies with the inputs: standard deviation {low} to {high} (middle 90% of rows)")
+    elif la.has_noise:
+        facts.append(f"noise level {number(float(la.sigma_noise) if noise is None else noise)}")
+    return facts
+
+
+def _version() -> str:
+    try:
+        return version("lapwing")
+    except PackageNotFoundError:
+        return "0+unknown"

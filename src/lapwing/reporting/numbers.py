@@ -1,0 +1,310 @@
+"""The figures of a report, from predictions and targets: plain dictionaries of numbers, ready for JSON.
+
+Levels are those of `LEVELS`. "network" is the network as trained (MAP), "laplace" its posterior. A conformal interval
+or set is calibrated on held-out scores: `crossed` takes each half of the data to calibrate the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, log
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing import metrics
+from lapwing.errors import CurvatureError
+from lapwing.laplace import BaseLaplace
+from lapwing.reporting.observations import Observed
+from lapwing.reporting.predictions import SOURCES, Classes, Counts, Numbers, Source
+from lapwing.tables.conformal import amount_scores, class_scores, quantile
+
+DENSE = 4000
+"""Parameters up to which a full curvature is spelled out in float64."""
+LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+Figures = dict[str, Any]
+
+
+def summary(data: Numbers | Counts | Classes) -> list[Figures]:
+    """Rows (measure, network, laplace, goal): goal is "low", "high" or the number to be near."""
+    if isinstance(data, Classes):
+        both, y = (data.network, data.probabilities), data.targets
+        rows = [
+            _row("Negative log-likelihood", "low", [metrics.nll(p, y) for p in both]),
+            _row("Accuracy", "high", [metrics.accuracy(p, y) for p in both]),
+            _row("Calibration error (ECE)", "low", [metrics.calibration_error(p, y) for p in both]),
+            _row("Brier score", "low", [metrics.brier(p, y) for p in both]),
+        ]
+        levels = (0.9, 0.95)
+        return rows + [_row(f"Coverage of {v:.0%} sets", v, [_covered_sets(p, y, v) for p in both]) for v in levels]
+    rows = [
+        _row("Negative log-likelihood", "low", [-float(data.log_prob(source).mean()) for source in SOURCES]),
+        _row("Root mean squared error", "low", [metrics.rmse(data.expected(s), data.targets) for s in SOURCES]),
+    ]
+    for level in (0.5, 0.9, 0.95):
+        covered = [_covered(data, source, level) for source in SOURCES]
+        rows.append(_row(f"Coverage of {level:.0%} intervals", level, covered))
+    return rows
+
+
+def _row(measure: str, goal: str | float, values: Sequence[float]) -> Figures:
+    network, laplace = values
+    return {"measure": measure, "network": network, "laplace": laplace, "goal": goal}
+
+
+def reliability(data: Classes, bins: int = 10) -> Figures:
+    """Confidence and accuracy in bins of equal width, empty bins left out."""
+    found: Figures = {}
+    for name, p in (("network", data.network), ("laplace", data.probabilities)):
+        confidence, chosen = p.max(-1)
+        right = (chosen == data.targets).double()
+        index = (confidence * bins).ceil().long().clamp(1, bins) - 1
+        count = torch.bincount(index, minlength=bins)
+        kept = count > 0
+        sums = [torch.zeros(bins, dtype=torch.float64).index_add(0, index, v)[kept] for v in (confidence, right)]
+        found[name] = {
+            "confidence": (sums[0] / count[kept]).tolist(),
+            "accuracy": (sums[1] / count[kept]).tolist(),
+            "count": count[kept].tolist(),
+            "mean_confidence": float(confidence.mean()),
+            "ece": metrics.calibration_error(p, data.targets),
+        }
+    return found
+
+
+def transform(data: Numbers | Counts) -> Figures:
+    """Histogram of the predicted probability of a value below the observed one (PIT): flat where calibrated."""
+    bins = min(20, max(4, len(data.targets) // 15))
+    found: Figures = {"bins": bins}
+    for source in SOURCES:
+        below = data.below(source)
+        found[source] = torch.histc(below, bins, 0, 1).div(len(below)).mul(bins).tolist()
+    return found
+
+
+def coverage(data: Numbers | Counts | Classes, conformal: Figures | None = None, seed: int = 0) -> Figures:
+    """Share of targets inside the interval or set of every level, and how wide or large they are."""
+    if isinstance(data, Classes):
+        found = {
+            name: _sets(p, data.targets) for name, p in (("network", data.network), ("laplace", data.probabilities))
+        }
+    else:
+        found = {source: _intervals(data, source) for source in SOURCES}
+    return {"levels": list(LEVELS), **found, "conformal": conformal or crossed(data, seed)}
+
+
+def _intervals(data: Numbers | Counts, source: Source) -> Figures:
+    covered = [_covered(data, source, level) for level in LEVELS]
+    return {"covered": covered, "width": data.widths(source, LEVELS)}
+
+
+def _covered(data: Numbers | Counts, source: Source, level: float) -> float:
+    return float(data.inside(source, level).double().mean())
+
+
+def _sets(p: Float[Tensor, "n classes"], targets: Tensor) -> Figures:
+    """The fewest classes whose probabilities reach the level."""
+    totals = p.sort(-1, descending=True).values.cumsum(-1)
+    size = [float(((totals < level).sum(-1) + 1).clamp_max(p.shape[-1]).double().mean()) for level in LEVELS]
+    return {"covered": [_covered_sets(p, targets, level) for level in LEVELS], "width": size}
+
+
+def _covered_sets(p: Float[Tensor, "n classes"], targets: Tensor, level: float) -> float:
+    own = p.gather(1, targets.unsqueeze(1))
+    before = torch.where(p > own, p, 0.0).sum(-1)
+    return float((before < level).double().mean())
+
+
+def crossed(data: Numbers | Counts | Classes, seed: int = 0) -> Figures:
+    """Split-conformal intervals or sets: each half of the rows is covered by what the other half calibrates."""
+    n = len(data.targets)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    halves = order[: n // 2], order[n // 2 :]
+    if n < 4:
+        return {"covered": [None] * len(LEVELS), "width": [None] * len(LEVELS), "how": "too few rows"}
+    scores = _conformal_scores(data)
+    covered, width = [], []
+    for level in LEVELS:
+        inside, sizes = [], []
+        for calibration, rest in (halves, halves[::-1]):
+            bound = quantile(scores[calibration], level)
+            inside.append(scores[rest] <= bound)
+            sizes.append(_conformal_sizes(data, rest, bound))
+        covered.append(float(torch.cat(inside).double().mean()))
+        width.append(float(torch.cat(sizes).mean()))
+    how = "calibrated on one half of these rows and tested on the other, both ways"
+    return {"covered": covered, "width": width, "how": how}
+
+
+def _conformal_scores(data: Numbers | Counts | Classes) -> Float[Tensor, " n"]:
+    """How unusual a target is: its error in predicted deviations, or the probability that its class was not given."""
+    if isinstance(data, Classes):
+        return class_scores(data.probabilities, data.targets)
+    return amount_scores(data.mean, data.deviation, data.targets)
+
+
+def _conformal_sizes(data: Numbers | Counts | Classes, rows: Tensor, bound: float) -> Float[Tensor, " n"]:
+    if isinstance(data, Classes):
+        return (1 - data.probabilities[rows] <= bound).sum(-1).double()
+    return 2 * bound * data.deviation[rows]
+
+
+def errors(data: Numbers | Counts | Classes, points: int = 1500, seed: int = 0) -> Figures:
+    """Rows in bins of equal count by predicted uncertainty: what was predicted, and the error that came."""
+    predicted = data.uncertainty if isinstance(data, Classes) else data.deviation
+    order = predicted.argsort()
+    groups = [g for g in order.tensor_split(min(10, max(2, len(order) // 12))) if len(g)]
+    found: Figures = {"predicted": [float(predicted[g].mean()) for g in groups], "count": [len(g) for g in groups]}
+    if isinstance(data, Classes):
+        wrong = (data.probabilities.argmax(-1) != data.targets).double()
+        found["error"] = [float(wrong[g].mean()) for g in groups]
+        kept = torch.arange(1, len(order) + 1)
+        risk = wrong[order].cumsum(0) / kept
+        at = torch.linspace(0, len(order) - 1, min(100, len(order))).long()
+        return found | {"kept": ((at + 1) / len(order)).tolist(), "risk": risk[at].tolist()}
+    error = (data.targets - data.mean).abs()
+    chosen = torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))[:points]
+    found["error"] = [float(error[g].square().mean().sqrt()) for g in groups]
+    return found | {"points": {"predicted": predicted[chosen].tolist(), "error": error[chosen].tolist()}}
+
+
+def noise(observed: Observed) -> Figures | None:
+    """Of numbers: whether it differs between rows, its deviation in their middle 90 %, its share of the variance."""
+    data = observed.data
+    if not isinstance(data, Numbers):
+        return None
+    of_rows = data.laplace.log_noise.reshape(observed.rows, -1)
+    low, high = (_quantile(data.laplace.noise, level) for level in (0.05, 0.95))
+    share = float(data.laplace.noise.square().mean() / data.deviation.square().mean())
+    return {"varies": bool((of_rows != of_rows[0]).any()), "low": low, "high": high, "share": share}
+
+
+def _quantile(values: Float[Tensor, " n"], level: float) -> float:
+    """Between the two values next to it; torch.quantile takes no more than 2^24 numbers."""
+    at = level * (len(values) - 1)
+    low, high = values.kthvalue(int(at) + 1).values, values.kthvalue(ceil(at) + 1).values
+    return float(torch.lerp(low, high, at - int(at)))
+
+
+def unfamiliar(observed: Observed, bins: int = 30) -> Figures | None:
+    """Histograms of the uncertainty of familiar and of unfamiliar inputs, and how well it tells them apart."""
+    outside = observed.outside
+    if outside is None:
+        return None
+    inside = observed.data.uncertainty
+    largest = float(torch.cat([inside, outside]).max())
+    if isinstance(observed.data, Classes):
+        largest = log(observed.data.probabilities.shape[-1])
+    edges = torch.linspace(0, largest or 1.0, bins + 1, dtype=torch.float64)
+    shares = [torch.histc(v, bins, 0, largest or 1.0).div(len(v)).tolist() for v in (inside, outside)]
+    found: Figures = {
+        "edges": edges.tolist(),
+        "inside": shares[0],
+        "outside": shares[1],
+        "mean_inside": float(inside.mean()),
+        "mean_outside": float(outside.mean()),
+        "auroc": metrics.auroc(inside, outside),
+        "made": observed.outside_is_made,
+        "count": len(outside),
+    }
+    if observed.outside_network is not None and isinstance(observed.data, Classes):
+        found["auroc_network"] = metrics.auroc(metrics.entropy(observed.data.network), observed.outside_network)
+        found["mean_outside_network"] = float(observed.outside_network.mean())
+    if observed.outside_epistemic is not None:
+        found["auroc_epistemic"] = metrics.auroc(observed.data.epistemic, observed.outside_epistemic)
+    return found
+
+
+def evidence(la: BaseLaplace, decades: float = 4.0, count: int = 49) -> Figures | None:
+    """log Z where every prior precision is multiplied by one factor; None where a precision is zero."""
+    prior = la.prior
+    if bool((prior.precisions <= 0).any()):
+        return None
+    factors = torch.logspace(-decades, decades, count, dtype=torch.float64)
+    with torch.no_grad():
+        values = _evidences(la, factors)
+        chosen = _evidences(la, torch.ones(1, dtype=torch.float64))[0]
+    alone = len(prior.precisions) == 1
+    scale = float(prior.precisions[0]) if alone else 1.0
+    return {
+        "precision": (factors * scale).tolist(),
+        "log_evidence": values,
+        "chosen": scale,
+        "chosen_log_evidence": chosen,
+        "common_factor": not alone,
+        "temperature": float(la.temperature),
+    }
+
+
+def _evidences(la: BaseLaplace, factors: Float[Tensor, " k"]) -> list[float]:
+    """log Z for the prior precisions times each factor.
+
+    A small full matrix is decomposed once, in float64, whatever the groups of the prior D: with the eigenvalues l of
+    D^-1/2 H D^-1/2 the log-determinants differ by sum log(1 + l / factor). NaN where a posterior is singular.
+    """
+    prior, hyper = la.prior, (la.sigma_noise, la.temperature)
+    if la.structure != "full" or la.space.size > DENSE:
+        found = []
+        for factor in factors.tolist():
+            try:
+                value = la.evidence.log_marginal(prior.with_precisions(prior.precisions * factor), *hyper)
+            except CurvatureError:  # rounding, where the prior is next to nothing
+                value = float("nan")
+            found.append(float(value))
+        return found
+    root = prior.precision().expand(la.space.size).double().rsqrt()
+    scale = float(la.sigma_noise) ** la.evidence.noise_power * float(la.temperature)
+    matrix = root.unsqueeze(1) * la.fitted.curvature.dense().double() * root / scale
+    eigenvalues = torch.linalg.eigvalsh(matrix).clamp_min(0)
+    ratios = torch.log1p(eigenvalues / factors.to(eigenvalues).unsqueeze(1)).sum(1).cpu()
+    scatter = float(prior.scatter(la.fitted.mean))
+    return (float(la.log_likelihood) - (ratios + factors * scatter) / 2).tolist()
+
+
+def effective(la: BaseLaplace) -> Figures:
+    """gamma of every parameter tensor: how many of its entries the data determine."""
+    space, prior = la.space, la.prior
+    present, groups = space.groups("tensor").unique(return_inverse=True)
+    sizes = torch.bincount(groups)
+    with torch.no_grad():
+        precision = la.posterior.precision
+        if len(prior.precisions) <= len(space.layers) or len(prior.precisions) == len(space.names):
+            first = torch.tensor([int((groups == g).nonzero()[0]) for g in range(len(sizes))], device=groups.device)
+            own = prior.precision().expand(space.size)[first]
+            gamma = sizes - own * precision.inverse_trace(groups)
+        else:  # one precision per entry
+            shrunk = prior.precision() * precision.variance()
+            gamma = sizes - shrunk.new_zeros(len(sizes)).index_add(0, groups, shrunk)
+    # rounding may leave a hair outside of [0, size]
+    gamma = gamma.double().clamp_min(0).minimum(sizes.double())
+    names = [space.names[int(i)] for i in present]
+    return {"name": names, "size": sizes.tolist(), "gamma": gamma.tolist()}
+
+
+def uncertain(observed: Observed, count: int = 10) -> list[Figures]:
+    """The entries with the largest predicted uncertainty, numbered as in the data."""
+    data = observed.data
+    predicted = data.uncertainty if isinstance(data, Classes) else data.deviation
+    spread: dict[str, Tensor] = {}
+    if not isinstance(data, Classes):
+        weights, noise = data.parts
+        spread = {"mean": data.mean, "epistemic": weights, "noise": noise, "deviation": data.deviation}
+    found = []
+    for i in predicted.topk(min(count, len(predicted))).indices.tolist():
+        row: Figures = {"row": int(observed.row[i])}
+        if isinstance(data, Classes):
+            chosen = int(data.probabilities[i].argmax())
+            row |= {
+                "predicted": chosen,
+                "probability": float(data.probabilities[i, chosen]),
+                "network_probability": float(data.network[i].max()),
+                "entropy": float(predicted[i]),
+                "target": int(data.targets[i]),
+            }
+        else:
+            row["target"] = float(data.targets[i])
+            row |= {name: float(values[i]) for name, values in spread.items()}
+        found.append(row)
+    return found

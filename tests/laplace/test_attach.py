@@ -1,0 +1,255 @@
+"""attach: what it chooses and says, what calibration does to the posterior, and what it never does to the model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing
+from lapwing import FullLaplace, KronLaplace, Laplace, attach
+from lapwing.errors import DataError, LapwingWarning, OptionError, UnsupportedOperationError
+from lapwing.laplace.calibration import COVARIANCE, calibrate
+from lapwing.laplace.factory import FULL_LIMIT
+from lapwing.likelihoods import Categorical, Gaussian, from_function
+from unchanged import unchanged
+
+
+def network(width: int = 5, outputs: int = 1) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(width, outputs)).double()
+
+
+def regression(n: int, seed: int, noise: float = 0.3) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 2, generator=generator, dtype=torch.float64)
+    y = x.sum(1, keepdim=True).sin() + noise * torch.randn(n, 1, generator=generator, dtype=torch.float64)
+    return list(zip(x.split(20), y.split(20), strict=True))
+
+
+def classes(n: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    return [(x, (y[:, 0] > 0).long() + (x[:, 0] > 1).long()) for x, y in regression(n, seed)]
+
+
+class Token(nn.Module):
+    """A parameter that forms no Kronecker product, and more weights than a full matrix is kept for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.body = nn.Parameter(torch.randn(2)), nn.Linear(4, 700)
+        self.head = nn.Linear(700, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(torch.cat([x, self.token.expand(len(x), -1)], 1))))
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_a_network_gets_error_bars_in_one_call(task: str) -> None:
+    model = network(outputs=3 if task == "classification" else 1)
+    data = classes if task == "classification" else regression
+    with unchanged(model):
+        la = attach(model, data(60, 0), task, val_loader=data(40, 1))
+        out = la(data(20, 2)[0][0])
+    assert isinstance(la, FullLaplace)
+    assert la.n_data == 60
+    assert [line.split(":")[0] for line in la.choices] == [
+        "Structure",
+        "Prior precision",
+        *["Noise"] * (task == "regression"),
+        "Calibration",
+    ]
+    assert isinstance(out, tuple) == (task == "regression")
+
+
+def test_it_is_fit_and_tuning_by_the_evidence() -> None:
+    model = network()
+    la = attach(model, regression(60, 0), "regression")
+    other = Laplace(model, "regression", "all", "full")
+    other.fit(regression(60, 0))
+    other.optimize_prior_precision(optimize_sigma_noise=True)
+    torch.testing.assert_close(la.prior_precision, other.prior_precision)
+    torch.testing.assert_close(la.sigma_noise, other.sigma_noise)
+    assert la.temperature == 1
+    assert la.choices[-1] == "Calibration: none, as no val_loader was given."
+
+
+def test_the_structure_follows_the_size() -> None:
+    assert Laplace(network(), "regression", "all", "auto").reason.startswith("full: 21 weights")
+    big = network(width=900)
+    assert sum(p.numel() for p in big.parameters()) > FULL_LIMIT
+    la = Laplace(big, "regression", "all", "auto")
+    assert type(la) is KronLaplace
+    assert la.reason == "kron: 3,601 weights, more than the 3,000 that a full matrix is kept for"
+    some = Laplace(big, "regression", "subnetwork", "auto", subnetwork_indices=torch.arange(7))
+    assert some.structure == "full"
+    many = Laplace(big, "regression", "subnetwork", "auto", subnetwork_indices=torch.arange(3100))
+    assert many.structure == "diag"
+    assert Laplace(big, "regression", "last_layer", "auto").structure == "kron"
+    assert Laplace(network(), "regression", "all", "kron").reason == ""
+    with pytest.raises(OptionError, match="'auto'"):
+        Laplace(big, "regression", "all", "automatic")
+
+
+def test_exact_blocks_serve_where_there_are_no_kronecker_factors() -> None:
+    model = Token()
+    data = [(x.float(), y.float()) for x, y in regression(20, 0)]
+    with unchanged(model):
+        la = attach(model, iter(data), "regression")
+    assert type(la) is KronLaplace
+    assert la.n_data == 20
+    assert la.choices[1] == la.exact_blocks
+    assert la.choices[1].startswith(
+        "Exact blocks instead of Kronecker factors: 'token' (dense), used by 'cat' in a way"
+    )
+    with pytest.raises(UnsupportedOperationError, match="'token'"):
+        attach(model, data, "regression", structure="kron", on_unsupported="error")
+
+
+def shrunk(la: lapwing.BaseLaplace, factor: float) -> None:
+    """The same posterior with its covariance multiplied."""
+    la.temperature = la.temperature * factor
+    la.prior_precision = la.prior_precision / factor
+
+
+@pytest.mark.parametrize("kind", ["classification", "binary", "fixed noise"])
+def test_calibration_undoes_a_wrong_scale(kind: str) -> None:
+    """Targets drawn from the posterior predictive are best explained by the covariance that made them."""
+    generator = torch.Generator().manual_seed(0)
+    outputs = 3 if kind == "classification" else 1
+    likelihood = {"classification": Categorical(), "binary": "binary", "fixed noise": Gaussian(torch.full((1,), 0.1))}
+    model = network(outputs=outputs)
+    x = 3 * torch.randn(4000, 2, generator=generator, dtype=torch.float64)
+    first = torch.zeros(20, 1, dtype=torch.float64) if kind != "classification" else torch.zeros(20).long()
+    la = Laplace(model, likelihood[kind], "all", "full", prior_precision=2.0)
+    la.fit([(x[:20] / 3, first)])
+    if kind == "fixed noise":
+        mean, variance = la(x, diagonal_output=True)
+        assert isinstance(variance, Tensor)
+        noise = torch.randn(mean.shape, generator=generator, dtype=torch.float64)
+        y = mean + (variance + 0.01).sqrt() * noise
+    else:
+        p = la(x)
+        assert isinstance(p, Tensor)
+        y = (
+            torch.bernoulli(p, generator=generator)
+            if kind == "binary"
+            else torch.multinomial(p, 1, generator=generator)[:, 0]
+        )
+    before = la(x[:5])
+    variance = la.posterior_variance.clone()
+    shrunk(la, 0.1)
+    torch.testing.assert_close(la.posterior_variance, variance / 10)
+    with unchanged(model):
+        said = calibrate(la, [(x, y)])
+    assert "was multiplied by" in said
+    scale = la.posterior_variance / variance
+    assert 0.6 < float(scale.mean()) < 1.7
+    torch.testing.assert_close(la(x[:5]), before, rtol=0.3, atol=0.1)
+
+
+def test_calibration_finds_the_noise_of_a_regression() -> None:
+    la = attach(network(), regression(80, 0), "regression")
+    variance = la.posterior_variance.clone()
+    x = torch.cat([x for x, _ in regression(2000, 3)])
+    mean, spread = la(x, diagonal_output=True)
+    assert isinstance(spread, Tensor)
+    sigma = float(la.sigma_noise)
+    noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y = mean + (spread + (2 * sigma) ** 2).sqrt() * noise
+    said = calibrate(la, [(x, y)])
+    assert "and the noise by" in said
+    assert float(la.sigma_noise) == pytest.approx(2 * sigma, rel=0.1)
+    # the noise has changed, and the covariance of the weights only by the factor that is named
+    factor = float(said.split("multiplied by ")[1].split(" ")[0])
+    torch.testing.assert_close(la.posterior_variance, variance * factor, rtol=1e-2, atol=0)
+
+
+def test_calibration_leaves_what_is_right() -> None:
+    la = attach(network(), regression(80, 0), "regression")
+    x = torch.cat([x for x, _ in regression(200, 3)])
+    mean, spread = la(x, diagonal_output=True)
+    assert isinstance(spread, Tensor)
+    noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y = mean + (spread + la.sigma_noise**2).sqrt() * noise
+    before = la.prior_precision.clone(), la.sigma_noise.clone(), la.temperature.clone()
+    assert "left as the evidence chose it" in calibrate(la, [(x, y)])
+    assert (la.prior_precision, la.sigma_noise, la.temperature) == before
+    assert bool((COVARIANCE == 1).any())
+
+
+def test_other_likelihoods_are_not_calibrated() -> None:
+    rows = regression(40, 0)
+    la = attach(network(), rows, from_function(lambda f, y: (f - y).pow(4).sum()), val_loader=rows)
+    assert la.choices[-1].startswith("Calibration: none, as predictions of FromFunction")
+    assert la.temperature == 1
+
+
+def test_bad_input_is_named() -> None:
+    la = attach(network(), regression(40, 0), "regression")
+    with pytest.raises(DataError, match="no target"):
+        calibrate(la, [])
+    with pytest.raises(DataError, match="expected a pair"):
+        calibrate(la, [torch.zeros(3, 2)])
+    with pytest.raises(OptionError, match="unknown hessian_structure"):
+        attach(network(), regression(40, 0), "regression", structure="fll")
+
+
+def test_what_is_no_module_is_named_with_the_one_inside() -> None:
+    """In a process of its own, as here types are checked before the library does it."""
+    code = """
+import lapwing, torch
+class Skorch:
+    module_ = torch.nn.Linear(2, 3)
+for make in (lambda: lapwing.attach(Skorch(), [], "classification"), lambda: lapwing.Laplace(3, "classification")):
+    try:
+        make()
+    except lapwing.errors.ModelError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.splitlines() == [
+        "the model is a Skorch; expected a torch.nn.Module. Give its module_, which is one.",
+        "the model is a int; expected a torch.nn.Module. Give the network itself.",
+    ], done.stderr
+
+
+def test_probabilities_are_not_taken_for_logits() -> None:
+    data = classes(40, 0)
+    width, count = data[0][0].shape[1], 1 + max(int(y.max()) for _, y in data)
+    inner = nn.Linear(width, count, dtype=torch.float64)
+    with pytest.raises(DataError, match=r"outputs are probabilities.*Leave out the softmax"):
+        lapwing.attach(nn.Sequential(inner, nn.Softmax(1)), data, "classification")
+    logs = lapwing.attach(nn.Sequential(inner, nn.LogSoftmax(1)), data, "classification")  # these are logits as well
+    plain = lapwing.attach(inner, data, "classification")
+    assert float(logs.log_marginal_likelihood()) == pytest.approx(float(plain.log_marginal_likelihood()), rel=1e-6)
+    binary = [(x, (y[:, None] == torch.arange(count)).float()) for x, y in data]
+    with pytest.warns(LapwingWarning, match="lie between 0 and 1; expected logits"):
+        lapwing.attach(nn.Sequential(inner, nn.Sigmoid()), binary, "binary")
+
+
+def test_a_posterior_says_what_it_is() -> None:
+    data = regression(40, 0)
+    width = data[0][0].shape[1]
+    la = lapwing.Laplace(
+        nn.Sequential(nn.Linear(width, 1, dtype=torch.float64)), "regression", "all", "full", prior_precision=2.0
+    )
+    assert str(la) == (
+        f"FullLaplace: full posterior over {width + 1} parameters of Sequential, Gaussian likelihood, not fitted; "
+        "prior_precision 2, sigma_noise 1, temperature 1"
+    )
+    la.fit(data)
+    assert "fitted to 40 points" in repr(la)
+    assert "not fitted" in str(lapwing.Laplace(nn.Linear(width, 1), "regression", "last_layer", "kron"))
+
+
+def test_importing_lapwing_imports_no_pictures_and_no_tables() -> None:
+    code = (
+        "import sys, lapwing; assert not {'matplotlib', 'pandas', 'sklearn'} & set(sys.modules); "
+        "lapwing.attach, lapwing.report; assert 'attach' in dir(lapwing); "
+        "assert not {'matplotlib', 'pandas', 'sklearn'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with pytest.raises(AttributeError, match="no attribute 'attached'"):
+        _ = lapwing.attached
