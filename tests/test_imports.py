@@ -1,5 +1,7 @@
 """Imports inside `lapwing` point one way: a module may import what is listed above it in `LAYERS`, and itself.
 
+Between the files of one unit there is no cycle either, and no name of a package is both a module and something else.
+
 The imports are read with `ast`, never executed, so those inside functions and under `TYPE_CHECKING` count too:
 a cycle that is hidden from the interpreter is still a cycle for the reader.
 """
@@ -8,7 +10,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,14 +25,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("params", "metrics"),
     ("linalg",),
     ("likelihoods", "tangent", "priors"),
+    ("tape",),
     ("estimate",),
     ("posterior",),
-    ("predictive", "evidence", "subnetwork", "alignment"),
-    ("validation",),
+    ("predictive", "subnetwork", "directions"),
+    ("evidence",),
     ("training", "serialize", "curvature"),
     ("laplace",),
-    ("utils", "plots"),
-    ("applications",),
+    ("utils", "tables"),
+    ("reporting",),
+    ("cli",),
 )
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 TOP = LAYERS[-1][0]
@@ -108,6 +114,76 @@ def violations(source: Path) -> list[str]:
     return found
 
 
+def modules_under(source: Path) -> dict[str, Path]:
+    """Every module by its dotted name; a package by its own, for its `__init__.py`."""
+    found = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = [source.name, *path.relative_to(source).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def arrows(source: Path) -> dict[str, set[str]]:
+    """For every module the modules that it imports; a name from a package counts as the package."""
+    modules = modules_under(source)
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        targets = set()
+        for _, dotted in imported_modules(path, source):
+            longest = dotted if dotted in modules else dotted.rpartition(".")[0]
+            if longest in modules:
+                targets.add(longest)
+        found[name] = targets - {name}
+    return found
+
+
+def cycles(source: Path) -> list[str]:
+    """One cycle of imports for every module that is first in one, as a readable line."""
+    graph, found, done = arrows(source), [], set()
+
+    def walk(name: str, trail: list[str]) -> None:
+        if name in trail:
+            found.append(" imports ".join([*trail[trail.index(name) :], name]))
+        elif name not in done:
+            for target in sorted(graph[name]):
+                walk(target, [*trail, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        walk(name, [])
+    return found
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    found = cycles(SOURCE)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_a_planted_cycle_between_files_is_caught(tmp_path: Path) -> None:
+    source = plant(
+        tmp_path,
+        {
+            "linalg/__init__.py": "",
+            "linalg/a.py": "from lapwing.linalg.b import x\n",
+            "linalg/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lapwing.linalg import c\n",
+            "linalg/c.py": "def late():\n    from lapwing.linalg.a import y\n",
+        },
+    )
+    assert cycles(source) == [
+        "lapwing.linalg.a imports lapwing.linalg.b imports lapwing.linalg.c imports lapwing.linalg.a"
+    ]
+
+
+def test_no_name_is_both_a_module_and_something_else() -> None:
+    both = []
+    for name, path in modules_under(SOURCE).items():
+        if path.name == "__init__.py":
+            package = import_module(name)
+            inside = [each.stem for each in path.parent.iterdir() if each.suffix == ".py" or each.is_dir()]
+            both += [f"{name}.{each}" for each in inside if not isinstance(getattr(package, each, package), ModuleType)]
+    assert not both, "\n" + "\n".join(both)
+
+
 def test_imports_point_one_way() -> None:
     found = violations(SOURCE)
     assert not found, "\n" + "\n".join(found)
@@ -148,7 +224,7 @@ def plant(root: Path, files: dict[str, str]) -> Path:
         ("tangent/model.py", "from lapwing import priors\n", "priors is a sibling"),
         ("priors.py", "from .likelihoods import gaussian\n", "likelihoods is a sibling"),
         ("metrics.py", "from lapwing.params import ParamSpace\n", "params may import only errors"),
-        ("laplace.py", "from lapwing.plots import curve\n", "plots is above it"),
+        ("laplace.py", "from lapwing.tables import fit\n", "tables is above it"),
         ("posterior.py", "from lapwing import Laplace\n", "takes a name from the package"),
         ("posterior.py", "import lapwing\n", "takes a name from the package"),
         ("linalg/dense.py", "from benchmarks import timing\n", "outside the library"),
@@ -166,11 +242,11 @@ def test_arrows_that_point_down_are_accepted(tmp_path: Path) -> None:
     source = plant(
         tmp_path,
         {
-            "__init__.py": "from lapwing.laplace import Laplace\nfrom .applications import cli\n",
+            "__init__.py": "from lapwing.laplace import Laplace\nfrom .cli import commands\n",
             "errors.py": "import torch\n",
             "metrics.py": "from lapwing.errors import DataError\n",
             "linalg/__init__.py": "from .dense import Dense\nfrom lapwing.linalg.contracts import Curvature\n",
-            "linalg/dense.py": "from ..errors import CurvatureError\nfrom . import psd\n",
+            "linalg/dense.py": "from ..errors import CurvatureError\nfrom . import contracts\n",
             "linalg/contracts.py": "from lapwing.params import ParamSpace\n",
             "laplace.py": "from lapwing import errors, metrics\nfrom lapwing.evidence.mackay import mackay\n",
             "cli/demo.py": "from lapwing import Laplace\nimport lapwing\nimport lapwing_other\n",

@@ -67,7 +67,7 @@ class Node:
         """Every tensor among the arguments, as the operation saw it."""
         given = flat(self.args, self.kwargs)
         for tensor, version in zip(given, self.versions, strict=True):
-            if version(tensor) != version:
+            if version_of(tensor) != version:
                 raise UnsupportedOperationError(
                     f"'{self.name}' read a tensor of shape {list(tensor.shape)} that is written to later on, so that "
                     "what it saw is lost; expected operations that leave their inputs alone. Replace the in-place "
@@ -115,7 +115,7 @@ def _paired(
     ]
 
 
-def version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 

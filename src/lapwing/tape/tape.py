@@ -40,7 +40,7 @@ from lapwing.tangent.operations import (
     written_to,
 )
 from lapwing.tangent.recurrent import can_unroll, unrolled
-from lapwing.tape.nodes import Node, Value, tensors_of, version
+from lapwing.tape.nodes import Node, Value, tensors_of, version_of
 from lapwing.tape.plain import attention, composite
 from lapwing.tape.rules import RULES
 
@@ -108,7 +108,7 @@ class TapeRecorder(TorchFunctionMode):
         return Tape(kept[::-1], self.parameters, out.detach(), output)
 
     def _register(self, tensor: Tensor, value: Value | None) -> None:
-        self._known[id(tensor)] = weakref.ref(tensor), value, version(tensor)
+        self._known[id(tensor)] = weakref.ref(tensor), value, version_of(tensor)
 
     def value(self, tensor: Tensor, reader: str) -> Value | None:
         """What is known of a tensor that an operation reads; None for one that no parameter in question went into."""
@@ -124,7 +124,7 @@ class TapeRecorder(TorchFunctionMode):
                 "an operation that cannot be seen (a custom autograd function, say); expected torch operations. Use a "
                 "structure that propagates nothing: 'diag', 'kron' or 'full'."
             )
-        if version(tensor) != version:
+        if version_of(tensor) != version:
             raise UnsupportedOperationError(
                 f"'{reader}' reads a tensor of shape {list(tensor.shape)} that was written to through a view of it; "
                 "expected operations that leave their inputs alone. Replace the in-place operation."
@@ -198,7 +198,7 @@ class TapeRecorder(TorchFunctionMode):
             self._register(tensor, value)
         if rule is not None and not rule.keeps(node):
             node.args, node.kwargs = (), {}
-        node.versions = [version(tensor) for tensor in flat(node.args, node.kwargs)]
+        node.versions = [version_of(tensor) for tensor in flat(node.args, node.kwargs)]
         self.nodes.append(node)
 
 

@@ -1,1 +1,1 @@
-"""Curvature that is propagated layer by layer: variances alone, mixed with exact columns, or expected matrices (KFRA)."""
+"""Curvature propagated layer by layer: variances alone, mixed with exact columns, or expected matrices (KFRA)."""
