@@ -414,4 +414,823 @@ APPLICATIONS = (
     ),
 )
 
-MUTANTS = LINALG + ESTIMATE + TANGENT + ABOVE + APPLICATIONS
+SECOND_BELOW = (
+    # -- linalg (6) ---------------------------------------------------------------------------------------------------
+    # Kronecker(..., factored_damping=True).with_prior(d), kflr(factored_damping=True): the larger share of the damping
+    # goes to the wrong factor, wherever tr A / dim A differs from tr G / dim G; logdet, solve and variances change
+    Mutant(
+        "factored damping gives each factor the share of the other one",
+        "linalg/kronecker/factors.py",
+        "omega = (mean_col / mean_row).sqrt()",
+        "omega = (mean_row / mean_col).sqrt()",
+        (
+            "linalg/test_kronecker.py",
+            "linalg/test_precision.py",
+            "linalg/test_singular.py",
+            "linalg/test_curvature.py",
+            "estimate/test_kronecker.py",
+            "laplace/test_face.py",
+            "laplace/test_known_names.py",
+        ),
+    ),
+    # (Dual * scale).with_prior(d).draw(n), samples of a functional or low-rank posterior with sigma_noise or
+    # temperature other than 1: their covariance is not the inverse of the precision
+    Mutant(
+        "draws from a scaled dual precision take the scale for its root",
+        "linalg/dual_precision.py",
+        "root = self.scale.sqrt() * self.roots",
+        "root = self.scale * self.roots",
+        (
+            "linalg/test_dual.py",
+            "linalg/test_precision.py",
+            "estimate/test_dual.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_independent_outputs.py",
+            "predictive/test_predictions.py",
+        ),
+    ),
+    # Dense(H).with_prior(vector).variance(), posterior_variance of a full Laplace with a prior per tensor or entry
+    Mutant(
+        "variances under a prior that differs between parameters are summed along the wrong axis of the root",
+        "linalg/dense.py",
+        "return self.root.square().sum(1)",
+        "return self.root.square().sum(0)",
+        (
+            "linalg/test_precision.py",
+            "linalg/test_curvature.py",
+            "linalg/test_singular.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_face.py",
+            "evidence/test_linear_gaussian.py",
+        ),
+    ),
+    # dual(...).with_prior(1.0) or .gram of a network that looks two inputs up in one embedding table (two pieces of
+    # the same kind in one block), or that uses one weight with and without its bias: products overwrite each other
+    Mutant(
+        "of a parameter that is used twice in the same way only the last product of rows counts",
+        "linalg/row_products.py",
+        "if any(len(part) > 1 for part in (*ours.parts, *theirs.parts)):",
+        "if any(len(part) > 2 for part in (*ours.parts, *theirs.parts)):",
+        (
+            "linalg/test_dual.py",
+            "linalg/test_rows.py",
+            "linalg/test_precision.py",
+            "estimate/test_dual.py",
+            "estimate/test_estimators.py",
+            "laplace/test_independent_outputs.py",
+            "test_layers.py",
+        ),
+    ),
+    # kflr(..., joint_bias=False).with_prior(1.0), Laplace(hessian_structure="kron", bias="separate"): logdet and
+    # variances are those of the joint block, while dense() and sweep() still drop the correlation
+    Mutant(
+        "weight and bias are decomposed together with equal priors although joint_bias is off",
+        "linalg/kronecker/structure.py",
+        "joint = self.joint_bias and equal",
+        "joint = equal",
+        (
+            "linalg/test_kronecker.py",
+            "linalg/test_precision.py",
+            "linalg/test_curvature.py",
+            "linalg/test_sweep.py",
+            "estimate/test_kronecker.py",
+            "laplace/test_face.py",
+            "laplace/test_linear_gaussian.py",
+        ),
+    ),
+    # any estimator of a network with einsum("bk,kij->bij", x, w): the weight's axes are permuted by a 3-cycle, whose
+    # inverse is another one. Swaps of two axes (linear, transposed convolutions) are their own inverse
+    Mutant(
+        "rows of a weight go back to the order of its axes by the permutation itself, not its inverse",
+        "linalg/rows.py",
+        "back = sorted(range(len(self.order)), key=self.order.__getitem__)",
+        "back = self.order",
+        (
+            "linalg/test_rows.py",
+            "linalg/test_kronecker.py",
+            "linalg/test_curvature.py",
+            "tangent/test_recorder.py",
+            "tangent/test_convolution.py",
+            "estimate/test_exact_blocks.py",
+            "estimate/test_estimators.py",
+            "test_layers.py",
+        ),
+    ),
+    # -- estimate (7) -------------------------------------------------------------------------------------------------
+    # kfra(...) of a residual network y = x + f(x) behind another layer: x is alive beside f and its input, and the
+    # second of the two mixed terms is lost
+    Mutant(
+        "a value that runs past a layer and through it gets one of the two cross terms",
+        "estimate/propagated/recursion/walk.py",
+        "                if u in number and v in old:",
+        "                elif u in number and v in old:",
+        ("estimate/test_kfra.py", "laplace/test_recursive.py", "test_layers.py", "estimate/test_kronecker.py"),
+    ),
+    # kfra(...) of a network with nn.Embedding(padding_idx=...), on two batches or more: the output factor of the table
+    Mutant(
+        "positions of a table that are no padding are counted in the last batch alone",
+        "estimate/propagated/recursion/layers.py",
+        "self.seen = seen if self.seen is None else self.seen + seen",
+        "self.seen = seen",
+        ("estimate/test_kfra.py", "laplace/test_recursive.py", "test_layers.py", "estimate/test_kronecker.py"),
+    ),
+    # hessian(tangent, ..., structure="diagonal") where the rows need several chunks (a small Tangent.budget, or many
+    # parameters): entries after the first chunk are off-diagonal ones
+    Mutant(
+        "the diagonal of the Hessian is read from the first columns in every chunk of rows",
+        "estimate/exact_hessian.py",
+        "torch.arange(part.start, part.stop)",
+        "torch.arange(len(rows))",
+        (
+            "estimate/test_estimators.py",
+            "estimate/test_exact_blocks.py",
+            "linalg/test_memory.py",
+            "laplace/test_face.py",
+            "laplace/test_linear_gaussian.py",
+            "test_layers.py",
+        ),
+    ),
+    # full(..., cotangents=projections(samples=4)), Laplace(estimator="projection", backend_kwargs={"mc_samples": 4}):
+    # the curvature is four times too small; with one draw nothing changes
+    Mutant(
+        "projections are divided by the number of draws, not by its root",
+        "estimate/cotangents.py",
+        "torch.stack([drawn() for _ in range(part.start, part.stop)]) / samples**0.5",
+        "torch.stack([drawn() for _ in range(part.start, part.stop)]) / samples",
+        (
+            "estimate/test_projections.py",
+            "estimate/test_cotangents.py",
+            "estimate/test_estimators.py",
+            "estimate/test_propagated.py",
+            "laplace/test_propagated_diag.py",
+            "laplace/test_face.py",
+        ),
+    ),
+    # full, blocks, kflr, last-layer kron with a matrix of 512 rows and more (or 193, and 512 rows of data at once):
+    # what lies below the diagonal stays zero, since only wide products are made by their upper half
+    Mutant(
+        "a large symmetric sum is mirrored within its tiles only",
+        "estimate/symmetric_sums.py",
+        "        upper[..., stop:, start:stop] = upper[..., start:stop, stop:].mT\n",
+        "",
+        (
+            "estimate/test_estimators.py",
+            "estimate/test_exact_blocks.py",
+            "estimate/test_kronecker.py",
+            "estimate/test_last_layer.py",
+            "estimate/test_ekfac.py",
+            "estimate/test_kfra.py",
+            "linalg/test_memory.py",
+            "test_claims.py",
+        ),
+    ),
+    # kflr(..., sharing="reduce") of a convolution or of sequences: the curvature is T^2 times too large
+    Mutant(
+        "reduced weight sharing sums the inputs over positions instead of averaging them",
+        "estimate/accumulators.py",
+        "right.mean(1, keepdim=True)",
+        "right.sum(1, keepdim=True)",
+        (
+            "estimate/test_kronecker.py",
+            "estimate/test_kfra.py",
+            "estimate/test_ekfac.py",
+            "estimate/test_last_layer.py",
+            "laplace/test_face.py",
+            "test_layers.py",
+        ),
+    ),
+    # ekfac(tangent, likelihood, loader) with a loader that gives fewer batches the second time: an error before
+    Mutant(
+        "a second pass over less data than the first is accepted",
+        "estimate/data_pass.py",
+        "elif count != self.first:",
+        "elif count > self.first:",
+        (
+            "estimate/test_ekfac.py",
+            "estimate/test_estimators.py",
+            "estimate/test_dual.py",
+            "laplace/test_loaders.py",
+            "laplace/test_checkpoint.py",
+            "test_bad_input.py",
+        ),
+    ),
+    # -- likelihoods (4) ----------------------------------------------------------------------------------------------
+    # Poisson().check(f, y) and any fit with it: y = 1.5 was refused
+    Mutant(
+        "counts need not be whole numbers",
+        "likelihoods/poisson.py",
+        "return ~((y >= 0) & (y == y.floor()) & torch.isfinite(y))",
+        "return ~((y >= 0) & torch.isfinite(y))",
+        (
+            "likelihoods/test_likelihood_errors.py",
+            "likelihoods/test_likelihood_properties.py",
+            "likelihoods/test_likelihood_derivatives.py",
+            "likelihoods/test_likelihood_sampling.py",
+            "predictive/test_counts.py",
+            "test_bad_input.py",
+        ),
+    ),
+    # Categorical().log_prob(f.bfloat16(), y), hessian_sqrt, ...: computed and returned in bfloat16, with 8 bits
+    Mutant(
+        "outputs in bfloat16 are computed as they are",
+        "likelihoods/base.py",
+        "return f.float() if f.dtype.itemsize < 4 else f",
+        "return f.float() if f.dtype == torch.float16 else f",
+        (
+            "likelihoods/test_likelihood_derivatives.py",
+            "likelihoods/test_likelihood_errors.py",
+            "likelihoods/test_likelihood_properties.py",
+            "likelihoods/test_likelihood_sampling.py",
+            "laplace/test_surroundings.py",
+            "laplace/test_adversarial.py",
+        ),
+    ),
+    # HeteroscedasticGaussian().sample(f) and with it monte_carlo cotangents, for log-variances other than 0
+    Mutant(
+        "targets with a learned noise are drawn with the variance for a deviation",
+        "likelihoods/heteroscedastic.py",
+        "return mean + (0.5 * log_variance).exp() * noise",
+        "return mean + log_variance.exp() * noise",
+        (
+            "likelihoods/test_likelihood_sampling.py",
+            "likelihoods/test_likelihood_properties.py",
+            "likelihoods/test_likelihood_derivatives.py",
+            "estimate/test_cotangents.py",
+            "tables/test_noise.py",
+            "predictive/test_amounts.py",
+        ),
+    ),
+    # from_function(nll).hessian_sqrt(f, y), psd_hessian: a Hessian with one NaN among numbers was a DataError that
+    # names the data point, and is now decomposed
+    Mutant(
+        "a Hessian of a user's loss is refused only if none of its entries is finite",
+        "likelihoods/from_function.py",
+        "torch.isfinite(hessian).flatten(1).all(1)",
+        "torch.isfinite(hessian).flatten(1).any(1)",
+        (
+            "likelihoods/test_likelihood_errors.py",
+            "likelihoods/test_likelihood_properties.py",
+            "likelihoods/test_likelihood_derivatives.py",
+            "laplace/test_rewards.py",
+            "test_bad_input.py",
+        ),
+    ),
+    # -- predictive (3) -----------------------------------------------------------------------------------------------
+    # bridge_norm(mean, covariance), la(x, link_approx="bridge_norm")
+    Mutant(
+        "the normalised bridge divides the mean of the logits by the factor of their variance",
+        "predictive/links.py",
+        "mean, variance = mean / scale.sqrt(), variance / scale",
+        "mean, variance = mean / scale, variance / scale",
+        (
+            "predictive/test_links.py",
+            "predictive/test_predictions.py",
+            "evidence/test_grid.py",
+            "laplace/test_face.py",
+            "laplace/test_tuning.py",
+            "test_claims.py",
+        ),
+    ),
+    # la(x, pred_type="nn", link_approx="mc") of a SubnetLaplace: weights inside the mask are mean + draw
+    Mutant(
+        "sampled weights of a sub-network are added to the fitted ones instead of taking their place",
+        "predictive/sampled.py",
+        "space.expand(theta - space.values(tangent.model))",
+        "space.expand(theta)",
+        (
+            "predictive/test_predictions.py",
+            "test_subnetwork.py",
+            "laplace/test_face.py",
+            "laplace/test_adversarial.py",
+            "laplace/test_linear_gaussian.py",
+            "test_layers.py",
+        ),
+    ),
+    # validation.grid(..., Gaussian(sigma=[0.5, 2.0]), ...) or pseudo_data: scores, and predictions given to a score
+    Mutant(
+        "held-out scores of a regression leave out the noise of the likelihood itself",
+        "predictive/candidates.py",
+        "(own * self.sigma).square()",
+        "torch.full_like(own, self.sigma).square()",
+        (
+            "evidence/test_grid.py",
+            "predictive/test_predictions.py",
+            "laplace/test_tuning.py",
+            "laplace/test_linear_gaussian.py",
+            "tables/test_noise.py",
+        ),
+    ),
+    # -- evidence (2) -------------------------------------------------------------------------------------------------
+    # Evidence(..., noise_power=4).precision(prior, sigma), Laplace(estimator="empirical") in regression with
+    # sigma_noise other than 1: posterior and evidence
+    Mutant(
+        "the noise divides an empirical Fisher as it does second derivatives",
+        "evidence/marginal.py",
+        "self._noise(sigma) ** self.noise_power",
+        "self._noise(sigma) ** 2",
+        (
+            "evidence/test_linear_gaussian.py",
+            "evidence/test_limits.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_face.py",
+            "laplace/test_tuning.py",
+            "laplace/test_files.py",
+            "training/test_marglik.py",
+        ),
+    ),
+    # mackay(evidence, Prior(..., mean=m)), optimize_prior_precision(method="mackay") with a prior_mean other than 0
+    Mutant(
+        "MacKay's update measures the weights from zero, wherever the prior has its mean",
+        "evidence/tuners.py",
+        "prior.sums((evidence.mean - prior.mean).square())",
+        "prior.sums(evidence.mean.square())",
+        (
+            "evidence/test_linear_gaussian.py",
+            "evidence/test_limits.py",
+            "laplace/test_tuning.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_face.py",
+        ),
+    ),
+    # -- priors, params, metrics, alignment, curvature, validation (5) ------------------------------------------------
+    # ParamSpace.select(module="1") of a network that also has a module "10" (or "fc" beside "fc2")
+    Mutant(
+        "a module is selected with all others whose names begin like its own",
+        "params.py",
+        'prefix = f"{module}." if module else ""',
+        'prefix = module or ""',
+        (
+            "test_params.py",
+            "test_subnetwork.py",
+            "laplace/test_heads.py",
+            "laplace/test_face.py",
+            "estimate/test_estimators.py",
+        ),
+    ),
+    # auroc(torch.tensor([0, 1]), torch.tensor([0.5])), or float32 scores against float64 ones that round to a tie
+    Mutant(
+        "scores of two types are compared in the type of the first",
+        "metrics.py",
+        "inside = scores_in.to(torch.promote_types(scores_in.dtype, scores_out.dtype)).sort().values",
+        "inside = scores_in.sort().values",
+        ("test_metrics.py", "reporting/test_report.py", "test_figures.py", "test_claims.py"),
+    ),
+    # alignment(..., gradient=1e-6 * g): conjugate gradients stop at once, the cosines are those of zero (NaN) and
+    # nothing has converged, although the length of the gradient is said to play no role
+    Mutant(
+        "conjugate gradients stop at an absolute residual",
+        "directions.py",
+        "used = _descend(product, x, residual, precondition, tolerance * length, used, iterations)",
+        "used = _descend(product, x, residual, precondition, tolerance, used, iterations)",
+        ("test_directions.py", "test_claims.py", "test_figures.py", "test_bad_input.py"),
+    ),
+    # Laplace(..., backend=AsdlEF): the GGN instead of the empirical Fisher
+    Mutant(
+        "one name of the empirical Fisher selects the generalised Gauss-Newton",
+        "curvature.py",
+        "class AsdlEF(EFInterface): ...",
+        "class AsdlEF(GGNInterface): ...",
+        (
+            "laplace/test_known_names.py",
+            "laplace/test_face.py",
+            "compat/test_scripts.py",
+            "compat/test_signatures.py",
+            "test_imports.py",
+        ),
+    ),
+    # validation.grid(..., score=an object with reset, update and compute): every candidate after the first is scored
+    # together with those before it
+    Mutant(
+        "a metric that gathers batches is reset once, not before every candidate",
+        "evidence/grid.py",
+        "    for k in range(count):\n        metric.reset()\n",
+        "    metric.reset()\n    for k in range(count):\n",
+        ("evidence/test_grid.py", "laplace/test_tuning.py", "laplace/test_face.py", "predictive/test_predictions.py"),
+    ),
+)
+
+SECOND_ABOVE = (
+    # -- tangent -------------------------------------------------------------------------------------------------------
+    # Laplace(..., "all", "propagated_diag") and "mixed_diag" of a network with GroupNorm whose weights are not all one:
+    # H and posterior_variance of the layers before it
+    Mutant(
+        "the weight of a group norm is not squared on the way back of variances",
+        "tape/rules/norms.py",
+        "m * weight.square().reshape(view)",
+        "m * weight.reshape(view)",
+        (
+            "tape/test_rules.py",
+            "tape/test_tape.py",
+            "estimate/test_propagated.py",
+            "estimate/test_mixed.py",
+            "estimate/test_kfra.py",
+            "laplace/test_propagated_diag.py",
+            "networks/test_networks.py",
+        ),
+    ),
+    # estimate.mixed_diagonal, Laplace(..., "mixed_diag", columns=...) of a network with a skip connection around a
+    # narrow layer, and more outputs than columns: the diagonal before that layer
+    Mutant(
+        "a narrow layer beside a skip connection is taken for a bottleneck that all data pass through",
+        "tape/cuts.py",
+        "if len(live) == len(made) == 1:",
+        "if len(made) == 1:",
+        (
+            "estimate/test_mixed.py",
+            "tape/test_tape.py",
+            "tape/test_rules.py",
+            "estimate/test_propagated.py",
+            "laplace/test_propagated_diag.py",
+        ),
+    ),
+    # Laplace(..., enable_backprop=True): gradients of a predictive variance in the inputs (and .grad of parameters)
+    Mutant(
+        "the input side of factored rows does not pass the gate to the inputs",
+        "tangent/input_gradients.py",
+        'return {"left": piece.left} | ({"right": piece.right} if isinstance(piece, OuterRows) else {})',
+        'return {"left": piece.left}',
+        (
+            "tangent/test_differentiable.py",
+            "tangent/test_features.py",
+            "tangent/test_adversarial.py",
+            "laplace/test_face.py",
+            "laplace/test_adversarial.py",
+            "laplace/test_surroundings.py",
+        ),
+    ),
+    # Tangent(model).at(x).value, la.fit and la(x), of a model that calls F.scaled_dot_product_attention with a boolean
+    # attn_mask: other outputs than model(x)
+    Mutant(
+        "attention with a boolean mask looks at what is masked, and at nothing else",
+        "tangent/operations.py",
+        'masked_fill(~attn_mask, float("-inf"))',
+        'masked_fill(attn_mask, float("-inf"))',
+        (
+            "tangent/test_recorder.py",
+            "tape/test_tape.py",
+            "tangent/test_adversarial.py",
+            "tape/test_rules.py",
+            "test_layers.py",
+            "networks/test_networks.py",
+            "laplace/test_surroundings.py",
+        ),
+    ),
+    # Tangent(model).at(x).mv(v) of a model with several outputs and an operation that is differentiable only once
+    Mutant(
+        "J v from rows, of a model that cannot be differentiated twice, has outputs and data points exchanged",
+        "tangent/model.py",
+        "return torch.cat(parts).mT.reshape(self.output.shape)",
+        "return torch.cat(parts).reshape(self.output.shape)",
+        (
+            "tangent/test_recorder.py",
+            "tangent/test_adversarial.py",
+            "tangent/test_paths.py",
+            "tangent/test_carried_over.py",
+            "tangent/test_routing.py",
+            "tangent/test_differentiable.py",
+            "test_layers.py",
+        ),
+    ),
+    # la.fit or la(x) of a model whose forward pass adds to a buffer (a counter, running statistics): the user's buffer
+    Mutant(
+        "buffers of the private copy are the user's own",
+        "tangent/private.py",
+        "self._kept(tensor, tensor.detach().clone())",
+        "self._kept(tensor, tensor.detach())",
+        (
+            "tangent/test_private.py",
+            "tangent/test_adversarial.py",
+            "tangent/test_recorder.py",
+            "laplace/test_surroundings.py",
+            "laplace/test_adversarial.py",
+            "laplace/test_identity.py",
+            "test_threads.py",
+        ),
+    ),
+    # la.fit(loader of mappings), la({...}) with a model `forward(self, input_ids, **kwargs)`: the mapping is given as
+    # one positional argument
+    Mutant(
+        "a mapping is not spread over the arguments of a forward that takes any by name",
+        "tangent/inputs.py",
+        "spread = all(key in names for key in x) or any(p.kind == kinds.VAR_KEYWORD for p in parameters)",
+        "spread = all(key in names for key in x)",
+        (
+            "tangent/test_recorder.py",
+            "tangent/test_adversarial.py",
+            "laplace/test_loaders.py",
+            "laplace/test_face.py",
+            "laplace/test_rewards.py",
+            "laplace/test_adversarial.py",
+            "test_bad_input.py",
+            "networks/test_networks.py",
+        ),
+    ),
+    # Tangent(model).at(x).rows(), la.fit, of a model that sorts its rows by the data, where one batch came sorted and
+    # the next of the same shape does not: the rows are given to the wrong data points
+    Mutant(
+        "a probe is kept for later batches although the data decide the order of rows",
+        "tangent/probe.py",
+        "routed = choice or base.routed",
+        "routed = choice",
+        (
+            "tangent/test_routing.py",
+            "tangent/test_carried_over.py",
+            "tangent/test_adversarial.py",
+            "tangent/test_recorder.py",
+            "tangent/test_recurrent.py",
+        ),
+    ),
+    # -- laplace -------------------------------------------------------------------------------------------------------
+    # la.log_marginal_likelihood(), and the noise that optimize_prior_precision finds, of a regression with several
+    # outputs
+    Mutant(
+        "the evidence counts data points of a regression, not targets",
+        "laplace/data.py",
+        "self.targets += value.numel()",
+        "self.targets += len(value)",
+        (
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_face.py",
+            "laplace/test_tuning.py",
+            "laplace/test_loaders.py",
+            "laplace/test_checkpoint.py",
+            "laplace/test_independent_outputs.py",
+            "evidence/test_linear_gaussian.py",
+            "training/test_marglik.py",
+        ),
+    ),
+    # la(x, link_approx="mc") with up to 64 classes: probabilities, unless the covariance is diagonal
+    Mutant(
+        "eigenvectors of the outputs' covariance are scaled by rows, not by columns, before draws are made",
+        "laplace/predictions.py",
+        "root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)",
+        "root = vectors * values.clamp_min(0).sqrt().unsqueeze(-1)",
+        (
+            "laplace/test_face.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_heads.py",
+            "laplace/test_tuning.py",
+            "predictive/test_predictions.py",
+            "predictive/test_links.py",
+            "reporting/test_report.py",
+            "test_random_numbers.py",
+        ),
+    ),
+    # marglik_training(..., n_epochs_burnin=...): how many hyper-steps there are, and from which epoch on
+    Mutant(
+        "the epoch that ends the burn-in is not evaluated",
+        "laplace/marglik.py",
+        "burn_in=max(0, n_epochs_burnin - 1),",
+        "burn_in=n_epochs_burnin,",
+        (
+            "laplace/test_training.py",
+            "training/test_marglik.py",
+            "compat/test_scripts.py",
+            "compat/test_signatures.py",
+            "laplace/test_known_names.py",
+        ),
+    ),
+    # Laplace(..., estimator="mc", backend_kwargs={"mc_samples": 10}): the curvature is that of one draw, still unbiased
+    Mutant(
+        "the number of draws of the sampled Fisher is ignored",
+        "laplace/structures.py",
+        "return estimate.monte_carlo(self.draws)",
+        "return estimate.monte_carlo(1)",
+        (
+            "laplace/test_face.py",
+            "laplace/test_known_names.py",
+            "laplace/test_files.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_surroundings.py",
+            "compat/test_scripts.py",
+            "test_random_numbers.py",
+        ),
+    ),
+    # la.log_prob(value, normalized=False)
+    Mutant(
+        "the log density without its constant is the whole square, not half of it",
+        "laplace/weights.py",
+        "-self.square_norm(value) / 2",
+        "-self.square_norm(value)",
+        (
+            "laplace/test_face.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_known_names.py",
+            "compat/test_signatures.py",
+            "compat/test_scripts.py",
+            "test_subnetwork.py",
+        ),
+    ),
+    # Laplace(model, "regression", sigma_noise=0.5, backend=...EF) or estimator="empirical": posterior_precision,
+    # predictive variances and log_marginal_likelihood where sigma is not one
+    Mutant(
+        "the empirical Fisher is divided by the square of the noise, not by its fourth power",
+        "laplace/base.py",
+        'self.noise_power = 4 if self.recipe.source == "empirical" else 2',
+        "self.noise_power = 2",
+        (
+            "laplace/test_face.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_tuning.py",
+            "laplace/test_known_names.py",
+            "laplace/test_training.py",
+            "evidence/test_linear_gaussian.py",
+            "evidence/test_limits.py",
+            "compat/test_scripts.py",
+        ),
+    ),
+    # lapwing.load(path, model) of a file saved with weights=False, where one tensor of the model has other numbers
+    Mutant(
+        "a model in which a single tensor has other numbers is accepted for a file without weights",
+        "laplace/persistence.py",
+        'if sha256(state[name]) != entry["sha256"]]\n    if other:',
+        'if sha256(state[name]) != entry["sha256"]]\n    if len(other) > 1:',
+        (
+            "laplace/test_files.py",
+            "laplace/test_identity.py",
+            "laplace/test_adversarial.py",
+            "test_versions.py",
+            "defects/test_what_is_kept.py",
+        ),
+    ),
+    # -- applications --------------------------------------------------------------------------------------------------
+    # report(la, loader, path)["evidence"]["log_evidence"] of a small full posterior, at every factor but one
+    Mutant(
+        "the curve of the evidence in a report leaves the penalty on the weights as it is at every precision",
+        "reporting/numbers.py",
+        "(ratios + factors * scatter) / 2",
+        "(ratios + scatter) / 2",
+        (
+            "reporting/test_report.py",
+            "reporting/test_report_noise.py",
+            "reporting/test_report_counts.py",
+            "cli/test_cli.py",
+            "cli/test_demo.py",
+        ),
+    ),
+    # report(...) of counts: coverage of intervals in "summary" and "coverage"
+    Mutant(
+        "the count at the lower end of an interval is left out of it",
+        "reporting/predictions.py",
+        "(upper >= (1 - level) / 2)",
+        "(lower >= (1 - level) / 2)",
+        (
+            "reporting/test_report_counts.py",
+            "reporting/test_report.py",
+            "reporting/test_report_noise.py",
+            "predictive/test_counts.py",
+        ),
+    ),
+    # report(...) with a loader of several batches: "rows", and the numbers of the rows in "uncertain"
+    Mutant(
+        "rows of a report are counted from zero in every batch",
+        "reporting/observations.py",
+        "row.append(at + rows)",
+        "row.append(at)",
+        (
+            "reporting/test_report.py",
+            "reporting/test_report_counts.py",
+            "reporting/test_report_noise.py",
+            "cli/test_demo.py",
+            "cli/test_cli.py",
+        ),
+    ),
+    # fit_table(...) of amounts: bundle.conformal, conformal_lower_90 and upper_90 of bundle.predict, and the summary
+    Mutant(
+        "conformal scores of amounts are exchanged between the network alone and the posterior",
+        "tables/fit.py",
+        "for each in (alone, found))",
+        "for each in (found, alone))",
+        (
+            "tables/test_fitting.py",
+            "tables/test_bundle.py",
+            "tables/test_conformal.py",
+            "cli/test_cli.py",
+            "tables/test_noise.py",
+            "tables/test_bad_tables.py",
+            "reporting/test_report.py",
+        ),
+    ),
+    # network.train(...), LaplaceRegressor().fit(X, y).sigma_, bundle.noise: too small where weights are many for the
+    # rows
+    Mutant(
+        "the noise is estimated as if the parameters of one layer, on average, were determined and not those of all",
+        "tables/tuning.py",
+        "left = (fit.targets - gamma.sum())",
+        "left = (fit.targets - gamma.mean())",
+        (
+            "tables/test_network.py",
+            "tables/test_estimators.py",
+            "tables/test_fitting.py",
+            "tables/test_noise.py",
+            "laplace/test_calibration.py",
+            "tables/test_bundle.py",
+        ),
+    ),
+    # network.train(..., "classification", ...)[1].n_data, LaplaceClassifier: the posterior lacks the tenth of the rows
+    # that was kept apart
+    Mutant(
+        "rows that were kept apart to calibrate with never come into the posterior",
+        "tables/training.py",
+        "if len(rows[0]) > len(run.x):",
+        "if len(rows[0]) < len(run.x):",
+        (
+            "tables/test_network.py",
+            "tables/test_estimators.py",
+            "tables/test_fitting.py",
+            "laplace/test_calibration.py",
+            "tables/test_bundle.py",
+            "cli/test_cli.py",
+        ),
+    ),
+    # -- serialize -----------------------------------------------------------------------------------------------------
+    # unpack(*pack(curvature * 2)) of a Dual, the curvature of hessian_structure="gp": its numbers
+    Mutant(
+        "a scaled dual curvature is stored with its rows multiplied by the scale, not by its root",
+        "serialize/packing.py",
+        "root = value.scale.detach().sqrt().expand(value.rows.count)",
+        "root = value.scale.detach().expand(value.rows.count)",
+        (
+            "serialize/test_packing.py",
+            "serialize/test_files.py",
+            "linalg/test_dual.py",
+            "laplace/test_files.py",
+            "laplace/test_checkpoint.py",
+            "laplace/test_independent_outputs.py",
+        ),
+    ),
+    # la.save(path), serialize.write(path, ...) where path is a symbolic link: the file that it points to stays old
+    Mutant(
+        "a link is replaced by the new file instead of followed",
+        "serialize/files.py",
+        "target = path.resolve()",
+        "target = path.absolute()",
+        (
+            "serialize/test_files.py",
+            "laplace/test_files.py",
+            "laplace/test_checkpoint.py",
+            "tables/test_bundle.py",
+            "cli/test_cli.py",
+        ),
+    ),
+    # -- training ------------------------------------------------------------------------------------------------------
+    # training.train(model with BatchNorm, ...), marglik_training: running statistics of the last epoch beside weights
+    # of the best one; `Trained.state` without buffers
+    Mutant(
+        "buffers of the best epoch are not kept",
+        "training/train_mode.py",
+        "return {**dict(model.named_parameters()), **dict(model.named_buffers())}",
+        "return dict(model.named_parameters())",
+        (
+            "training/test_marglik.py",
+            "laplace/test_training.py",
+            "laplace/test_surroundings.py",
+            "compat/test_scripts.py",
+        ),
+    ),
+    # training.train(..., Gaussian(), sigma=0.1, optimizer_cls=SGD): how far a step goes depends on the noise
+    Mutant(
+        "steps of a regression are scaled by the noise, not by its square",
+        "training/run.py",
+        "self.temperature * sigma**2",
+        "self.temperature * sigma",
+        (
+            "training/test_marglik.py",
+            "laplace/test_training.py",
+            "laplace/test_tuning.py",
+            "compat/test_scripts.py",
+        ),
+    ),
+    # -- subnetwork ----------------------------------------------------------------------------------------------------
+    # swag_variance(..., every=2), LargestVarianceSWAGSubnetMask(..., swag_snapshot_freq=2): which weights are chosen
+    Mutant(
+        "the running mean of snapshots is divided by the epochs, not by the snapshots so far",
+        "subnetwork/swag.py",
+        "mean = mean + away / (epoch // every)",
+        "mean = mean + away / epoch",
+        (
+            "test_subnetwork.py",
+            "laplace/test_known_names.py",
+            "laplace/test_face.py",
+            "compat/test_scripts.py",
+            "test_random_numbers.py",
+        ),
+    ),
+    # by_modules(space, ["fc"]), ModuleNameSubnetMask(model, ["1"]): the tensors of "fc2" or of "10" are chosen as well
+    Mutant(
+        "modules whose names begin as the one that was asked for are chosen too",
+        "subnetwork/choices.py",
+        'own.startswith(f"{name}.")',
+        "own.startswith(name)",
+        (
+            "test_subnetwork.py",
+            "test_params.py",
+            "laplace/test_heads.py",
+            "laplace/test_known_names.py",
+            "compat/test_scripts.py",
+        ),
+    ),
+)
+
+
+MUTANTS = LINALG + ESTIMATE + TANGENT + ABOVE + APPLICATIONS + SECOND_BELOW + SECOND_ABOVE
