@@ -1,13 +1,11 @@
 """The public face: `Laplace`, the named posteriors, and training by the marginal likelihood."""
 
 from lapwing.laplace.base import BaseLaplace
-from lapwing.laplace.factory import CLASSES, Laplace
-from lapwing.laplace.functional import FunctionalLaplace, FunctionalLLLaplace
-from lapwing.laplace.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
+from lapwing.laplace.factory import Laplace
+from lapwing.laplace.loading import load
 from lapwing.laplace.marglik import marglik_training
 from lapwing.laplace.names import (
     FeatureReduction,
-    HessianStructure,
     Likelihood,
     LinkApprox,
     PredType,
@@ -15,15 +13,8 @@ from lapwing.laplace.names import (
     SubsetOfWeights,
     TuningMethod,
 )
-from lapwing.laplace.persistence import load, register
-from lapwing.laplace.subnetwork import (
-    DiagSubnetLaplace,
-    FullSubnetLaplace,
-    MixedDiagSubnetLaplace,
-    PropagatedDiagSubnetLaplace,
-    SubnetLaplace,
-)
-from lapwing.laplace.variants import (
+from lapwing.laplace.structures import HessianStructure
+from lapwing.laplace.variants.all_weights import (
     BlocksLaplace,
     DiagLaplace,
     EkfacLaplace,
@@ -33,6 +24,15 @@ from lapwing.laplace.variants import (
     MixedDiagLaplace,
     ParametricLaplace,
     PropagatedDiagLaplace,
+)
+from lapwing.laplace.variants.functional import FunctionalLaplace, FunctionalLLLaplace
+from lapwing.laplace.variants.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
+from lapwing.laplace.variants.subnetwork import (
+    DiagSubnetLaplace,
+    FullSubnetLaplace,
+    MixedDiagSubnetLaplace,
+    PropagatedDiagSubnetLaplace,
+    SubnetLaplace,
 )
 
 __all__ = [
@@ -69,5 +69,3 @@ __all__ = [
     "load",
     "marglik_training",
 ]
-
-register(*CLASSES.values())

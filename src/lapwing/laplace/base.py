@@ -1,8 +1,14 @@
 """BaseLaplace: the object most users touch. It binds network, likelihood, prior, estimator, posterior and predictions.
 
 All mathematics is below it. The model is used in eval mode and never touched: passes run on private copies of its
-modules, so that any number of threads may predict, and use the model, at once. Hyper-parameters are in `hyper`, the
-Gaussian over weights in `weights`, the choice of estimator in `structures`, closed forms in `predictions`.
+modules, so that any number of threads may predict, and use the model, at once. It is made of parts:
+
+    setup      what it is made with: model, likelihood, recipe of the estimator (`setup`, `structures`)
+    hyper      prior, noise and temperature, replaced as a whole when one of them is set (`hyper`)
+    fitted     sums over the data (`fitted`); before a fit there are none, and the posterior is the prior
+    tangent    the network as a function of its random parameters (`lapwing.tangent`)
+
+Closed forms are in `predictions`, searches for hyper-parameters in `tuning`, files in `persistence` and `checkpoint`.
 """
 
 from __future__ import annotations
@@ -15,32 +21,47 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
-from lapwing.errors import OptionError, ParameterError
+from lapwing.errors import NotFittedError, OptionError, ParameterError
 from lapwing.estimate.data_pass import Watched
-from lapwing.laplace import persistence as files
-from lapwing.laplace import predictions, state, tuning
+from lapwing.evidence import Evidence, GaussianFit
+from lapwing.laplace import persistence, predictions, state, tuning
 from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
 from lapwing.laplace.data import Pairs, Seen, Tracked
-from lapwing.laplace.hyper import Fitted
+from lapwing.laplace.fitted import Fitted
+from lapwing.laplace.hyper import (
+    HyperParameters,
+    Number,
+    check_prior,
+    checked_mean,
+    checked_noise,
+    checked_precision,
+    checked_temperature,
+    precisions_of,
+    prior_of,
+)
 from lapwing.laplace.identity import Kept
 from lapwing.laplace.names import choose
-from lapwing.laplace.structures import AnyTangent, exceptions, recipe
+from lapwing.laplace.setup import Setup
+from lapwing.laplace.structures import AnyTangent, Recipe, exceptions, recipe
 from lapwing.laplace.tasks import likelihood_of, noise_of
-from lapwing.laplace.weights import Weights, whole
 from lapwing.likelihoods import Categorical, Likelihood, Preference
-from lapwing.linalg import LinearMap
+from lapwing.linalg import Curvature, DenseRows, Diagonal, LinearMap, Precision
 from lapwing.linalg.autocast import outside_autocast
 from lapwing.linalg.checks import normal
 from lapwing.params import ParamSpace
+from lapwing.posterior import Gaussian
 from lapwing.predictive import draws, network_draws
+from lapwing.priors import Prior
 from lapwing.serialize import compact
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
+from lapwing.tangent.features import FeatureTangent
 from lapwing.tangent.inputs import moved
 
 
-class BaseLaplace(Weights):
+class BaseLaplace:
     """A Laplace posterior over the weights of `model`.
 
     `likelihood` is "regression", "classification", "binary", "poisson", "heteroscedastic", "reward_modeling" (fitted to
@@ -57,15 +78,17 @@ class BaseLaplace(Weights):
     choices: tuple[str, ...] = ()
     """What `lapwing.attach` decided, a sentence each."""
     pred_types: ClassVar[tuple[str, ...]] = ("glm", "nn")
+    stored: ClassVar[tuple[str, ...]] = ("enable_backprop", "dict_key_x", "dict_key_y")
+    """Attributes that are arguments of the constructor and that files keep; a class adds its own."""
 
     def __init__(
         self,
         model: nn.Module,
         likelihood: str | Likelihood,
-        sigma_noise: float | int | Tensor = 1.0,
-        prior_precision: float | int | Tensor = 1.0,
-        prior_mean: float | int | Tensor = 0.0,
-        temperature: float | int | Tensor = 1.0,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
@@ -75,19 +98,57 @@ class BaseLaplace(Weights):
         estimator: str | None = None,
         **options: Any,
     ) -> None:
-        self.model = model
-        self.likelihood = likelihood
-        self.distribution, own_sigma = likelihood_of(likelihood)
-        self.has_noise = own_sigma is not None
-        self._whole = ParamSpace.of(model)
         self.enable_backprop = enable_backprop
         self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
-        self.recipe = recipe(self.structure, estimator, backend, backend_kwargs, options)
-        self.noise_power = 4 if self.recipe.source == "empirical" else 2
-        super().__init__(noise_of(sigma_noise, own_sigma), prior_precision, prior_mean, temperature)
+        distribution, own_sigma = likelihood_of(likelihood)
+        has_noise = own_sigma is not None
+        made = recipe(self.structure, estimator, backend, backend_kwargs, options)
+        kinds = type(self).__mro__
+        kept = {name: getattr(self, name) for kind in kinds for name in kind.__dict__.get("stored", ())}
+        self.setup = Setup(type(self), model, likelihood, distribution, has_noise, made, kept)
+        self._whole = ParamSpace.of(model)
+        self._space: ParamSpace | None = None
         self._tangent: AnyTangent | None = None
+        self._fitted: Fitted | None = None
+        self._posterior: tuple[tuple, Gaussian] | None = None
         self._kept: Kept | None = None
+        sigma_noise = checked_noise(noise_of(sigma_noise, own_sigma), self._place, has_noise)
+        self.hyper = HyperParameters(
+            checked_precision(prior_precision, self._place),
+            checked_mean(prior_mean, self._place),
+            sigma_noise,
+            checked_temperature(temperature, self._place),
+        )
         self._bind(self._chosen_tangent(None))
+
+    @property
+    def model(self) -> nn.Module:
+        return self.setup.model
+
+    @property
+    def likelihood(self) -> str | Likelihood:
+        """As it was given: the name of a task, or an object."""
+        return self.setup.likelihood
+
+    @property
+    def distribution(self) -> Likelihood:
+        """The likelihood as an object, at unit noise where the noise level is free."""
+        return self.setup.distribution
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether there is a noise level sigma that can change without another pass."""
+        return self.setup.has_noise
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the curvature is estimated."""
+        return self.setup.recipe
+
+    @property
+    def noise_power(self) -> int:
+        """The power of sigma that divides the curvature: gradients of the empirical Fisher carry 1 / sigma^2 each."""
+        return 4 if self.recipe.source == "empirical" else 2
 
     @property
     def _place(self) -> tuple[torch.dtype, torch.device]:
@@ -111,11 +172,11 @@ class BaseLaplace(Weights):
 
         size = "" if self._space is None else f" over {self._space.size:,} parameters"
         fitted = "not fitted" if self._fitted is None else f"fitted to {self.n_data:,} points"
-        noise = f", sigma_noise {span(self._sigma_noise)}" if self.has_noise else ""
+        noise = f", sigma_noise {span(self.sigma_noise)}" if self.has_noise else ""
         return (
             f"{type(self).__name__}: {self.structure} posterior{size} of {type(self.model).__name__}, "
-            f"{type(self.distribution).__name__} likelihood, {fitted}; prior_precision {span(self._prior_precision)}"
-            f"{noise}, temperature {span(self._temperature)}"
+            f"{type(self.distribution).__name__} likelihood, {fitted}; prior_precision {span(self.prior_precision)}"
+            f"{noise}, temperature {span(self.temperature)}"
         )
 
     # -- which parameters --------------------------------------------------------------------------------------------
@@ -129,8 +190,23 @@ class BaseLaplace(Weights):
             return
         with self._all_or_nothing():
             self._tangent, self._space = tangent, tangent.space
-            self._check_prior(self._prior_precision)
-            self.prior_mean = self._prior_mean
+            check_prior(tangent.space, self.prior_precision, self.prior_mean, self.recipe.row.per_entry_prior)
+
+    @property
+    def space(self) -> ParamSpace:
+        """The parameters that are treated as random."""
+        if self._space is None:
+            raise NotFittedError("the last layer is found when data are seen; call fit first, or give last_layer_name.")
+        return self._space
+
+    @property
+    def n_params(self) -> int:
+        return self.space.size
+
+    @property
+    def n_layers(self) -> int:
+        """Number of parameter tensors: as many precisions as a layerwise prior has."""
+        return precisions_of(self.space)["layerwise"]
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -141,6 +217,242 @@ class BaseLaplace(Weights):
         except BaseException:
             vars(self).update(before)
             raise
+
+    # -- hyper-parameters --------------------------------------------------------------------------------------------
+
+    @property
+    def prior_precision(self) -> Float[Tensor, " groups"]:
+        """One precision, one per parameter tensor, one per module, or one per entry."""
+        return self.hyper.prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: Number) -> None:
+        precision = checked_precision(value, self._place)
+        if self._space is not None:
+            check_prior(self._space, precision, 0.0, self.recipe.row.per_entry_prior)
+        self._set(prior_precision=precision)
+
+    @property
+    def prior_mean(self) -> Float[Tensor, "..."]:
+        return self.hyper.prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: Number) -> None:
+        mean = checked_mean(value, self._place)
+        if self._space is not None:
+            prior_of(self._space, self.prior_precision.detach(), mean)
+        self._set(prior_mean=mean)
+
+    @property
+    def sigma_noise(self) -> Float[Tensor, "..."]:
+        """Standard deviation of the observation noise of a regression; 1 for every other likelihood."""
+        return self.hyper.sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: Number) -> None:
+        self._set(sigma_noise=checked_noise(value, self._place, self.has_noise))
+
+    @property
+    def temperature(self) -> Float[Tensor, ""]:
+        """Divides log-likelihood and curvature: below 1 the posterior is colder, narrower than Bayes' rule."""
+        return self.hyper.temperature
+
+    @temperature.setter
+    def temperature(self, value: Number) -> None:
+        self._set(temperature=checked_temperature(value, self._place))
+
+    def _set(self, **values: Tensor) -> None:
+        self.hyper = replace(self.hyper, **values)
+
+    @property
+    def prior(self) -> Prior:
+        return self.hyper.prior(self.space)
+
+    @property
+    def prior_precision_diag(self) -> Float[Tensor, " params"]:
+        return self.prior.precision().expand(self.space.size)
+
+    # -- the Gaussian over the weights -------------------------------------------------------------------------------
+
+    @property
+    def fitted(self) -> Fitted:
+        if self._fitted is None:
+            raise NotFittedError("this posterior has seen no data; expected fit(train_loader) to be called first.")
+        return self._fitted
+
+    @property
+    def precision(self) -> Precision:
+        """curvature / (sigma^2 T) + prior, differentiable in all three."""
+        return self.evidence.precision(self.prior, self.sigma_noise, self.temperature)
+
+    @property
+    @outside_autocast
+    def posterior(self) -> Gaussian:
+        """The Gaussian over the weights; kept until a hyper-parameter changes."""
+        # kept with what it was made of: another thread may change a hyper-parameter meanwhile
+        hyper = self.hyper
+        made_of = (self._fitted, hyper.prior_precision, hyper.sigma_noise, hyper.temperature)
+        kept = self._posterior
+        if kept is not None and all(a is b for a, b in zip(kept[0], made_of, strict=True)):
+            return kept[1]
+        with torch.inference_mode(False), torch.no_grad():
+            posterior = Gaussian(self.fitted.mean, self.precision)
+        self._posterior = made_of, posterior
+        return posterior
+
+    @property
+    def weights(self) -> Gaussian:
+        """The posterior, or the prior before any data are seen: what is known of the weights so far."""
+        if self._fitted is not None:
+            return self.posterior
+        space, prior = self.space, self.prior
+        mean = torch.as_tensor(prior.mean, dtype=space.dtype, device=space.device).expand(space.size).clone()
+        return Gaussian(mean, self.curvature.with_prior(prior.precision()))
+
+    @property
+    def curvature(self) -> Curvature:
+        """The curvature of the data seen so far: before a fit, zero."""
+        if self._fitted is not None:
+            return self._fitted.curvature
+        return Diagonal(torch.zeros(self.space.size, dtype=self.space.dtype, device=self.space.device))
+
+    @property
+    def mean(self) -> Float[Tensor, " params"]:
+        """The mode: the trained weights, flat; before a fit the mean of the prior."""
+        return self.weights.mean
+
+    @property
+    def H(self) -> Tensor | Curvature:
+        """The curvature at unit noise and temperature, summed over data: an object with `.dense()`."""
+        return self.curvature
+
+    @property
+    def posterior_precision(self) -> Tensor | Precision:
+        """The precision as an object: mv, solve, draw, logdet, variance, covariance."""
+        return self.weights.precision
+
+    @property
+    @outside_autocast
+    def posterior_variance(self) -> Float[Tensor, " params"]:
+        """Marginal variance of every weight."""
+        return self.weights.variance()
+
+    @property
+    @outside_autocast
+    def posterior_covariance(self) -> Float[Tensor, "params params"]:
+        """Spelled out, O(P^2): for small posteriors."""
+        return self.weights.precision.to_matrix(-1)
+
+    @outside_autocast
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        """Weight vectors from the posterior."""
+        return self.weights.sample(whole(n_samples), generator)
+
+    @outside_autocast
+    def log_prob(self, value: Float[Tensor, "*batch params"], normalized: bool = True) -> Float[Tensor, "*batch"]:
+        """Log density of the posterior at flat weights; without its constant where `normalized` is False."""
+        self.space.check(value)
+        return self.weights.log_prob(value) if normalized else -self.square_norm(value) / 2
+
+    @outside_autocast
+    def square_norm(self, value: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch"]:
+        """(value - mean)^T precision (value - mean)."""
+        self.space.check(value)
+        weights = self.weights
+        away = value - weights.mean
+        return (away * weights.precision.mv(away)).sum(-1)
+
+    @outside_autocast
+    def functional_variance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "batch outputs outputs"]:
+        """J Sigma J^T of every data point, for Jacobians that the user has."""
+        self.space.check(Js)
+        return self.posterior.precision.quadratic([DenseRows(0, Js.transpose(0, 1))])
+
+    @outside_autocast
+    def functional_covariance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "all all"]:
+        """J Sigma J^T over all data points and outputs, [B C, B C]."""
+        self.space.check(Js)
+        size = Js.shape[0] * Js.shape[1]
+        return self.posterior.precision.joint(Js).reshape(size, size)
+
+    # -- evidence ----------------------------------------------------------------------------------------------------
+
+    @property
+    def evidence(self) -> Evidence:
+        """The evidence as a function of prior, noise and temperature."""
+        return Evidence(self.fitted.curvature, self.fitted.mean, self.fitted.fit, self.noise_power)
+
+    @property
+    def n_data(self) -> int:
+        """How many data points were seen: counted, not asked of the loader."""
+        return 0 if self._fitted is None else self._fitted.n_data
+
+    @property
+    def n_outputs(self) -> int:
+        return self.fitted.output_shape.numel()
+
+    @property
+    def loss(self) -> Float[Tensor, ""]:
+        """Negative log-likelihood of the mode up to noise and constants: half the squared residuals in regression."""
+        fit = self.fitted.fit
+        return fit.squares / 2 if isinstance(fit, GaussianFit) else -fit
+
+    @property
+    def log_likelihood(self) -> Float[Tensor, ""]:
+        """Of the mode, every constant included, divided by the temperature."""
+        fit = self.fitted.fit
+        value = fit.log_likelihood(self.sigma_noise) if isinstance(fit, GaussianFit) else fit
+        return value / self.temperature
+
+    @property
+    def scatter(self) -> Float[Tensor, ""]:
+        return self.prior.scatter(self.fitted.mean)
+
+    @property
+    def log_det_prior_precision(self) -> Float[Tensor, ""]:
+        return self.prior.logdet()
+
+    @property
+    @outside_autocast
+    def log_det_posterior_precision(self) -> Float[Tensor, ""]:
+        return self.precision.logdet()
+
+    @property
+    def log_det_ratio(self) -> Float[Tensor, ""]:
+        return self.log_det_posterior_precision - self.log_det_prior_precision
+
+    @outside_autocast
+    def log_marginal_likelihood(
+        self, prior_precision: Number | None = None, sigma_noise: Number | None = None
+    ) -> Float[Tensor, ""]:
+        """log Z of the Laplace approximation, differentiable in its arguments, which become the posterior's own.
+
+        Inside `torch.func` they do not: nothing of it stays.
+        """
+        before = self.hyper
+        try:
+            if sigma_noise is not None:
+                if not self.has_noise:
+                    raise OptionError("sigma_noise was given for a likelihood without a noise level; expected none.")
+                self.sigma_noise = sigma_noise
+            if prior_precision is not None:
+                self.prior_precision = prior_precision
+            value = self.evidence.log_marginal(self.prior, self.sigma_noise, self.temperature)
+        except BaseException:
+            self.hyper = before
+            raise
+        precision, sigma = self.hyper.prior_precision.detach(), self.hyper.sigma_noise.detach()
+        if any(map(is_functorch_wrapped_tensor, (precision, sigma))):  # of torch.func, and without meaning outside
+            self.hyper = before
+        else:
+            self._set(prior_precision=precision, sigma_noise=sigma)
+        return value
+
+    @outside_autocast
+    def effective_parameters(self) -> Float[Tensor, " groups"]:
+        """gamma per group of the prior: how many of its parameters the data determine."""
+        with torch.no_grad():
+            return self.evidence.effective_parameters(self.prior, self.sigma_noise, self.temperature)
 
     # -- fitting -----------------------------------------------------------------------------------------------------
 
@@ -173,7 +485,7 @@ class BaseLaplace(Weights):
             added_to = None if override or self._fitted is None else self._fitted.curvature
             curvature = self.recipe(tangent, self.distribution, watched, generator, added_to)
         else:
-            curvature = checkpointed(self, tangent, pairs, seen, generator, checkpoint, checkpoint_every)
+            curvature = checkpointed(self.setup, tangent, pairs, seen, generator, checkpoint, checkpoint_every)
         assert seen.shape is not None
         mean = tangent.space.values(self.model)
         fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape)
@@ -291,22 +603,26 @@ class BaseLaplace(Weights):
 
         `diagonal_output=True` draws every output on its own, from its marginal variance.
         """
-        pred_type = self._pred_type(pred_type)
-        count, posterior = whole(n_samples), self.posterior
-        if pred_type == "nn":
-            if diagonal_output:
-                raise OptionError("diagonal_output=True goes with pred_type='glm'; found 'nn'. Leave it out.")
-            self._check_weights()
-            with self._working():
-                tangent = Tangent(self.model, self.space, evaluate=True)
-                return network_draws(posterior, tangent, self._inputs(x), count, generator, self.enable_backprop)
+        kind, count = self._pred_type(pred_type), whole(n_samples)
+        if kind == "nn" and diagonal_output:
+            raise OptionError("diagonal_output=True goes with pred_type='glm'; found 'nn'. Leave it out.")
+        if not diagonal_output:
+            return self._outputs(self.posterior, x, kind, count, generator)
+        posterior = self.posterior
         with self._working():
-            linear = self.linearise(x)
-            if not diagonal_output:
-                return draws(posterior, linear, count, generator)
-            mean, variance = predictions.moments(posterior, linear, diagonal=True)
-            noise = normal((count, *mean.shape), mean, generator)
-            return mean + variance.sqrt() * noise
+            mean, variance = predictions.moments(posterior, self.linearise(x), diagonal=True)
+            return mean + variance.sqrt() * normal((count, *mean.shape), mean, generator)
+
+    def _outputs(
+        self, posterior: Gaussian, x: Any, pred_type: str, n: int, generator: torch.Generator | None
+    ) -> Float[Tensor, "n batch *out"]:
+        """Draws of the outputs under a Gaussian over the weights."""
+        with self._working():
+            if pred_type != "nn":
+                return draws(posterior, self.linearise(x), n, generator)
+            self._check_weights()
+            tangent = Tangent(self.model, self.space, evaluate=True)
+            return network_draws(posterior, tangent, self._inputs(x), n, generator, self.enable_backprop)
 
     @outside_autocast
     def predictive_samples(
@@ -380,27 +696,28 @@ class BaseLaplace(Weights):
         """
         start = tuning.starting_precision(self.space, prior_structure, init_prior_prec)
         chosen = choose(method, tuning.METHODS, "method")
-        _ = self.fitted
+        fitted = self.fitted
         tuning.check_options(chosen, optimize_sigma_noise, counts)
+        search = tuning.Search(
+            self.evidence, self.space, self.hyper, fitted.n_data, self.distribution, self.linearise, self._outputs
+        )
         if chosen in ("gridsearch", "pseudo_data"):
-            grid = tuning.Grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
+            grid = tuning.Exponents(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
             tuning.check_scalar(prior_structure, chosen)
             pairs = self._held_out(val_loader, chosen)
             link = choose(link_approx, predictions.LINKS, "link_approx")
-            how = self._pred_type(pred_type), loss, link, n_samples, generator
+            how = self._pred_type(pred_type), loss, link, whole(n_samples), generator
             with self._all_or_nothing(), self._working(), torch.no_grad():
                 if chosen == "gridsearch":
-                    found = tuning.by_validation(self, pairs, grid, *how)
+                    self.prior_precision = tuning.by_validation(search, pairs, grid, *how)
                 else:
-                    found, self.temperature = tuning.by_pseudo_data(self, pairs, grid, counts, *how)
-                self.prior_precision = found
+                    self.prior_precision, self.temperature = tuning.by_pseudo_data(search, pairs, grid, counts, *how)
         else:
-            self._check_prior(start)
-            hyper = tuning.Start(start, self._prior_mean, self._sigma_noise, optimize_sigma_noise)
-            self.prior_precision, sigma = tuning.by_evidence(self, chosen, hyper, n_steps, lr)
+            check_prior(self.space, start, 0.0, self.recipe.row.per_entry_prior)
+            self.prior_precision, sigma = tuning.by_evidence(search, chosen, start, optimize_sigma_noise, n_steps, lr)
             if sigma is not None:
                 self.sigma_noise = sigma
-        tuning.report(self, chosen, verbose)
+        tuning.report(self.prior_precision, chosen, verbose)
 
     def _held_out(self, val_loader: Iterable[Any] | None, method: str) -> Pairs:
         if val_loader is None:
@@ -411,25 +728,34 @@ class BaseLaplace(Weights):
 
     def save(self, path: AnyPath, weights: bool = True) -> None:
         """This posterior and the model's weights (unless `weights` is False) in one file, for `lapwing.load`."""
-        files.save(self, path, weights)
+        self._check_weights(whole=True)
+        persistence.save(self.setup, self.state_dict(), self.reason, path, weights)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Hyper-parameters and fit as tensors, numbers and strings; the model's weights are not in it."""
-        return state.state_dict(self)
+        features = isinstance(self._tangent, FeatureTangent)
+        return state.state_dict(self.setup, self.hyper, self._fitted, self._space, features)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the hyper-parameters and the fit of a posterior of the same class over the same parameters."""
-        hyper, fitted = state.load(self, state_dict)
+        hyper, fitted = state.load(self.setup, self._place, state_dict)
         with self._all_or_nothing():
             if fitted is not None:
                 self._bind_stored(state_dict)
-                state.check_parameters(self, state_dict)
+                state.check_parameters(self.space, state_dict)
             for name, value in hyper.items():
                 setattr(self, name, value)
             self._fitted, self._posterior, self._kept = fitted, None, None
 
     def _bind_stored(self, state_dict: Mapping[str, Any]) -> None:
         """Binds the parameters that a state speaks of, where that is not known yet."""
+
+
+def whole(n: int) -> int:
+    """n as a number of draws."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ParameterError(f"n_samples is {n!r}; expected a whole number >= 1.")
+    return n
 
 
 def _with_arguments(x: Any, arguments: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from lapwing.estimate.dual_rows import LIMIT
 from lapwing.laplace.data import Seen
 from lapwing.laplace.descriptions import code_of, text
 from lapwing.laplace.identity import difference, further, structure
-from lapwing.laplace.persistence import described, options
+from lapwing.laplace.persistence import described
+from lapwing.laplace.setup import Setup
 from lapwing.laplace.structures import RANDOM, AnyTangent
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Dual, Independent
@@ -36,18 +37,13 @@ from lapwing.serialize import KINDS, pack, read, unpack, write
 from lapwing.serialize.files import AnyPath, check_writable, sha256
 from lapwing.tangent.features import FeatureTangent
 
-if TYPE_CHECKING:
-    from lapwing.laplace.base import BaseLaplace
-
 EVERY = 50
 """Batches between two writes."""
 _NONE = object()
-_NO_SUM = {"lowrank": ("low-rank", "leading eigenvectors"), "ekfac": ("corrected Kronecker", "eigenbases")}
-"""Structures that are no sum over parts of the data: their names, and what does not add up."""
 
 
 @dataclass
-class Progress:
+class SumSoFar:
     """How far a pass has come: the sum of curvatures, and the number and the running hash of the batches in it."""
 
     total: Curvature | None = None
@@ -61,7 +57,7 @@ class Progress:
 
 
 def checkpointed(
-    laplace: BaseLaplace,
+    setup: Setup,
     tangent: AnyTangent,
     pairs: Iterable[Any],
     seen: Seen,
@@ -70,11 +66,11 @@ def checkpointed(
     every: int,
 ) -> Curvature:
     """The curvature of all batches, in segments of `every`; goes on where the file at `path` ends, if there is one."""
-    _check(laplace, generator, every)
-    path, same = check_writable(path), identity(laplace, tangent, generator, every)
-    batches, progress = iter(pairs), Progress()
+    _check(setup, generator, every)
+    path, same = check_writable(path), identity(setup, tangent, generator, every)
+    batches, progress = iter(pairs), SumSoFar()
     if path.exists():
-        saved = _read(path, same, laplace.model)
+        saved = _read(path, same, setup.model)
         _skip(batches, progress, saved["batches"], saved["data"], path)
         progress.total = _resumed(saved, seen, generator, tangent.space.device, path)
     while (first := next(batches, _NONE)) is not _NONE:
@@ -82,11 +78,11 @@ def checkpointed(
         segment = map(progress.draw, chain([first], islice(batches, every - 1)))
         try:
             watched = Watched(segment, _nothing, seen.saw)
-            found = laplace.recipe(tangent, laplace.distribution, watched, generator, progress.total)
+            found = setup.recipe(tangent, setup.distribution, watched, generator, progress.total)
             progress.total = found if progress.total is None else progress.total.pooled(found)
         except LapwingError as error:
             raise type(error)(f"from batch {start} on, counted from there: {error}") from error
-        _check_rows(laplace, progress.total)
+        _check_rows(setup, progress.total)
         _write(path, same, progress, seen, generator)
     if progress.total is None:
         raise no_batch()
@@ -105,18 +101,16 @@ def _nothing() -> None:
 # -- what must be the same ---------------------------------------------------------------------------------------------
 
 
-def identity(
-    laplace: BaseLaplace, tangent: AnyTangent, generator: torch.Generator | None, every: int
-) -> dict[str, Any]:
+def identity(setup: Setup, tangent: AnyTangent, generator: torch.Generator | None, every: int) -> dict[str, Any]:
     """What the sums depend on, besides the data; as JSON gives it back."""
-    made, tensors = described(laplace)
-    space, entries = tangent.space, _entries(laplace)
+    made, tensors = described(setup)
+    space, entries = tangent.space, _entries(setup.model)
     found = {
         "network": {name: list(value.shape) for name, value in entries.items()},
         "parameters": [[name, list(shape)] for name, shape in zip(space.names, space.shapes, strict=True)],
         "class": made["class"],
         "likelihood": made["likelihood"],
-        "options": {n: digest(v) if isinstance(v, Tensor) else v for n, v in options(laplace).items()},
+        "options": {n: digest(v) if isinstance(v, Tensor) else v for n, v in setup.options.items()},
         "numbers of the likelihood": {n: digest(v) for n, v in tensors.items() if n.startswith("likelihood.")},
         "closed form": isinstance(tangent, FeatureTangent),
         "dtype": str(space.dtype),
@@ -124,9 +118,9 @@ def identity(
         "checkpoint_every": every,
         "generator's seed": None if generator is None else generator.initial_seed(),
         "weights": digest(entries),
-        "further numbers": digest(further(laplace.model)),
-        "structure": structure(laplace.model, code=True),
-        "code of the likelihood": _code_of(laplace.likelihood),
+        "further numbers": digest(further(setup.model)),
+        "structure": structure(setup.model, code=True),
+        "code of the likelihood": _code_of(setup.likelihood),
     }
     return json.loads(json.dumps(found))
 
@@ -142,8 +136,8 @@ def _code_of(likelihood: Any) -> str | None:
     return text((code_of(type(likelihood)), likelihood, tuple(sorted(vars(likelihood).items()))), code=True)
 
 
-def _entries(laplace: BaseLaplace) -> dict[str, Tensor]:
-    return {name: value for name, value in laplace.model.state_dict().items() if isinstance(value, Tensor)}
+def _entries(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def digest(value: Any) -> str:
@@ -165,30 +159,29 @@ def digest(value: Any) -> str:
     return hashlib.sha256(f"{kind}({text})".encode()).hexdigest()
 
 
-def _check(laplace: BaseLaplace, generator: torch.Generator | None, every: int) -> None:
+def _check(setup: Setup, generator: torch.Generator | None, every: int) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise OptionError(f"checkpoint_every is {every!r}; expected a number of batches >= 1.")
-    if laplace.recipe.structure in _NO_SUM:
-        name, what = _NO_SUM[laplace.recipe.structure]
+    if what := setup.recipe.row.not_additive:
         raise OptionError(
-            f"a {name} curvature cannot be fitted with a checkpoint: the {what} of parts do not add up to those of the "
-            "whole. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'."
+            f"a {setup.recipe.structure!r} curvature cannot be fitted with a checkpoint: the {what} of parts do not "
+            "add up to those of the whole. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'."
         )
-    if laplace.recipe.source == "recursive":
+    if setup.recipe.source == "recursive":
         raise OptionError(
             "a recursive curvature cannot be fitted with a checkpoint: it propagates expectations over all data, and "
             "those of parts do not add up to them. Expected another estimator: 'mc' or 'exact'."
         )
-    if laplace.recipe.source in RANDOM and generator is None:
+    if setup.recipe.source in RANDOM and generator is None:
         raise OptionError(
             "a Monte-Carlo fit with a checkpoint has no generator; expected one, whose state is kept: "
             "fit(..., generator=torch.Generator().manual_seed(0))."
         )
 
 
-def _check_rows(laplace: BaseLaplace, total: Curvature) -> None:
+def _check_rows(setup: Setup, total: Curvature) -> None:
     """The limit on rows is one of the whole, and each segment knows only its own."""
-    limit = laplace.recipe.options.get("limit", LIMIT)
+    limit = setup.recipe.options.get("limit", LIMIT)
     if not isinstance(total, (Dual, Independent)) or total.entries <= limit**2:
         return
     if isinstance(total, Dual):
@@ -203,7 +196,7 @@ def _check_rows(laplace: BaseLaplace, total: Curvature) -> None:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def _write(path: Path, same: dict[str, Any], progress: Progress, seen: Seen, generator: torch.Generator | None) -> None:
+def _write(path: Path, same: dict[str, Any], progress: SumSoFar, seen: Seen, generator: torch.Generator | None) -> None:
     description, tensors = pack(progress.total)
     tensors = {f"sum.{name}": value for name, value in tensors.items()}
     assert isinstance(seen.total, Tensor)
@@ -261,7 +254,7 @@ def _difference(model: nn.Module, name: str, saved: Any, ours: Any) -> str:
     return f"{name} was {saved} and is {ours}"
 
 
-def _skip(batches: Iterator[Any], progress: Progress, count: int, data: str, path: Path) -> None:
+def _skip(batches: Iterator[Any], progress: SumSoFar, count: int, data: str, path: Path) -> None:
     """Draws the batches that are in the sum already, and makes sure that they are the same."""
     for batch in islice(batches, count):
         progress.draw(batch)

@@ -2,53 +2,89 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
 from lapwing.errors import OptionError
 from lapwing.laplace.base import BaseLaplace
-from lapwing.laplace.functional import FunctionalLaplace, FunctionalLLLaplace
-from lapwing.laplace.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace
-from lapwing.laplace.names import HessianStructure, SubsetOfWeights, choose
-from lapwing.laplace.subnetwork import (
-    DiagSubnetLaplace,
-    FullSubnetLaplace,
-    MixedDiagSubnetLaplace,
-    PropagatedDiagSubnetLaplace,
-)
-from lapwing.laplace.variants import (
-    BlocksLaplace,
-    DiagLaplace,
-    EkfacLaplace,
-    FullLaplace,
-    KronLaplace,
-    LowRankLaplace,
-    MixedDiagLaplace,
-    PropagatedDiagLaplace,
-)
+from lapwing.laplace.hyper import Number
+from lapwing.laplace.names import SubsetOfWeights, choose
+from lapwing.laplace.persistence import register
+from lapwing.laplace.structures import STRUCTURES
+from lapwing.laplace.variants import all_weights, functional, last_layer, subnetwork
 from lapwing.likelihoods import Likelihood
 from lapwing.params import ParamSpace
 
-CLASSES: dict[tuple[str, str], type[BaseLaplace]] = {
-    ("all", "full"): FullLaplace,
-    ("all", "kron"): KronLaplace,
-    ("all", "ekfac"): EkfacLaplace,
-    ("all", "diag"): DiagLaplace,
-    ("all", "propagated_diag"): PropagatedDiagLaplace,
-    ("all", "mixed_diag"): MixedDiagLaplace,
-    ("all", "blocks"): BlocksLaplace,
-    ("all", "lowrank"): LowRankLaplace,
-    ("all", "gp"): FunctionalLaplace,
-    ("last_layer", "full"): FullLLLaplace,
-    ("last_layer", "kron"): KronLLLaplace,
-    ("last_layer", "diag"): DiagLLLaplace,
-    ("last_layer", "gp"): FunctionalLLLaplace,
-    ("subnetwork", "full"): FullSubnetLaplace,
-    ("subnetwork", "diag"): DiagSubnetLaplace,
-    ("subnetwork", "propagated_diag"): PropagatedDiagSubnetLaplace,
-    ("subnetwork", "mixed_diag"): MixedDiagSubnetLaplace,
+SUBSETS: dict[str, tuple[str, type[BaseLaplace]]] = {
+    "all": ("Laplace", all_weights.ParametricLaplace),
+    "last_layer": ("LLLaplace", last_layer.LLLaplace),
+    "subnetwork": ("SubnetLaplace", subnetwork.SubnetLaplace),
 }
+"""How the name of a class ends that treats these weights as random, and what such classes have in common."""
+CLASSES: dict[tuple[str, str], type[BaseLaplace]] = {}
+"""The class of every subset of weights and structure, as `class_of` finds them."""
+
+
+def class_of(subset: str, structure: str) -> type[BaseLaplace]:
+    """The named class of a structure, or one made for a structure that has no class of its own."""
+    if (subset, structure) in CLASSES:
+        return CLASSES[subset, structure]
+    row = STRUCTURES[structure]
+    if subset not in row.subsets:
+        possible = [name for name, other in STRUCTURES.items() if subset in other.subsets]
+        raise OptionError(f"subset_of_weights={subset!r} has no structure {structure!r}; expected one of {possible}.")
+    ending, base = SUBSETS[subset]
+    name = f"{row.title}{ending}"
+    for module in (all_weights, last_layer, subnetwork, functional):
+        if hasattr(module, name):
+            kind = getattr(module, name)
+            break
+    else:
+        kind = type(name, (base,), {"structure": structure, "__doc__": f"Keeps {row.keeps}."})
+    CLASSES[subset, structure] = kind
+    register(kind)
+    return kind
+
+
+for _row in STRUCTURES.values():
+    for _subset in _row.subsets:
+        class_of(_subset, _row.name)
+
+
+class Options(TypedDict, total=False):
+    """Further arguments of `Laplace`. Each class takes those that mean something to it, and refuses others."""
+
+    sigma_noise: Number
+    prior_precision: Number
+    prior_mean: Number
+    temperature: Number
+    enable_backprop: bool
+    dict_key_x: str
+    dict_key_y: str
+    backend: type | None
+    backend_kwargs: Mapping[str, Any] | None
+    estimator: str | None
+    distribution: str
+    last_layer_name: str | None
+    feature_reduction: str | None
+    subnetwork_indices: Tensor
+    bias: str
+    sharing: str
+    damping: bool | str
+    dense_limit: int
+    joint_bias: bool
+    on_unsupported: str
+    columns: int
+    exact_bottleneck: bool
+    by: str
+    rank: int
+    n_subset: int | None
+    seed: int
+    independent_outputs: bool
+    limit: int
+
 
 FULL_LIMIT = 3000
 """Weights up to which `auto` keeps every covariance: [P, P] and one eigendecomposition, some seconds at most."""
@@ -60,7 +96,7 @@ def Laplace(
     subset_of_weights: str = "last_layer",
     hessian_structure: str = "kron",
     *arguments: Any,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> BaseLaplace:
     """A Laplace posterior over all weights, the last layer or a sub-network, with curvature of the given structure.
 
@@ -78,19 +114,17 @@ def Laplace(
     (1.8, 0.4)
     """
     subset = choose(subset_of_weights, [each.value for each in SubsetOfWeights], "subset_of_weights")
-    structure = choose(hessian_structure, [*(each.value for each in HessianStructure), "auto"], "hessian_structure")
+    structure = choose(hessian_structure, [*STRUCTURES, "auto"], "hessian_structure")
     reason = ""
     if structure == "auto":
         structure, reason = automatic(model, subset, options.get("subnetwork_indices", next(iter(arguments), None)))
-    if (subset, structure) not in CLASSES:
-        possible = [name for chosen, name in CLASSES if chosen == subset]
-        raise OptionError(f"subset_of_weights={subset!r} has no structure {structure!r}; expected one of {possible}.")
+    kind = class_of(subset, structure)
     if subset == "subnetwork" and not arguments and "subnetwork_indices" not in options:
         raise OptionError(
             "subset_of_weights='subnetwork' without subnetwork_indices; expected positions in the flat parameter "
             "vector. A mask of lapwing.utils selects some: LargestMagnitudeSubnetMask(model, n_params_subnet=100)."
         )
-    la = CLASSES[subset, structure](model, likelihood, *arguments, **options)
+    la = kind(model, likelihood, *arguments, **options)  # pyright: ignore[reportCallIssue]
     la.reason = reason
     return la
 

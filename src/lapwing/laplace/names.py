@@ -18,18 +18,6 @@ class SubsetOfWeights(StrEnum):
     SUBNETWORK = "subnetwork"
 
 
-class HessianStructure(StrEnum):
-    FULL = "full"
-    KRON = "kron"
-    EKFAC = "ekfac"
-    DIAG = "diag"
-    PROPAGATED_DIAG = "propagated_diag"
-    MIXED_DIAG = "mixed_diag"
-    LOWRANK = "lowrank"
-    GP = "gp"
-    BLOCKS = "blocks"
-
-
 class Likelihood(StrEnum):
     REGRESSION = "regression"
     CLASSIFICATION = "classification"

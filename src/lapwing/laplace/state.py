@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, ParameterError, StorageError
 from lapwing.evidence import GaussianFit
-from lapwing.laplace.hyper import Fitted
+from lapwing.laplace.fitted import Fitted
+from lapwing.laplace.hyper import NAMES, HyperParameters
+from lapwing.laplace.setup import Setup
 from lapwing.linalg import Curvature, Independent
+from lapwing.params import ParamSpace
 from lapwing.serialize import pack, unpack
-from lapwing.tangent.features import FeatureTangent
-
-if TYPE_CHECKING:
-    from lapwing.laplace.base import BaseLaplace
 
 VERSION = 1
 ALWAYS = (
@@ -39,35 +38,31 @@ ALWAYS = (
 FITTED = ("parameters", "structure", "mean", "output_shape")
 
 
-def state_dict(laplace: BaseLaplace) -> dict[str, Tensor | int | float | str]:
-    """Everything that `load` needs: hyper-parameters, and the fit where there is one."""
+def state_dict(
+    setup: Setup, hyper: HyperParameters, fitted: Fitted | None, space: ParamSpace | None, features: bool
+) -> dict[str, Tensor | int | float | str]:
+    """Everything that `load` needs: hyper-parameters, and the fit where there is one.
+
+    `features` says that the fit was made from the features of a last layer.
+    """
     state: dict[str, Tensor | int | float | str] = {
         "version": VERSION,
-        "cls_name": type(laplace).__name__,
-        "likelihood": likelihood_name(laplace),
-        "source": laplace.recipe.source,
-        "free_noise": int(laplace.has_noise),
-        "prior_precision": laplace.prior_precision.detach().clone(),
-        "prior_mean": laplace.prior_mean.detach().clone(),
-        "sigma_noise": laplace.sigma_noise.detach().clone(),
-        "temperature": laplace.temperature.detach().clone(),
-        "n_data": laplace.n_data,
+        **_fixed(setup),
+        **{name: getattr(hyper, name).detach().clone() for name in NAMES},
+        "n_data": 0 if fitted is None else fitted.n_data,
     }
-    if laplace._fitted is None:
+    if fitted is None or space is None:
         return state
-    fitted = laplace.fitted
     description, tensors = pack(fitted.curvature)
     state |= {
-        "parameters": json.dumps(
-            [[n, list(s)] for n, s in zip(laplace.space.names, laplace.space.shapes, strict=True)]
-        ),
+        "parameters": json.dumps([[n, list(s)] for n, s in zip(space.names, space.shapes, strict=True)]),
         "structure": json.dumps(description),
         "mean": fitted.mean.clone(),
         "output_shape": json.dumps(list(fitted.output_shape)),
     }
-    if laplace.space.index is not None:
-        state["index"] = laplace.space.index.cpu().clone()
-    if isinstance(laplace._tangent, FeatureTangent):
+    if space.index is not None:
+        state["index"] = space.index.cpu().clone()
+    if features:
         state["features"] = 1
     if isinstance(fitted.fit, GaussianFit):
         state |= {"targets": fitted.fit.targets, "squares": fitted.fit.squares.clone()}
@@ -76,7 +71,19 @@ def state_dict(laplace: BaseLaplace) -> dict[str, Tensor | int | float | str]:
     return state | {f"curvature.{name}": tensor.clone() for name, tensor in tensors.items()}
 
 
-def load(laplace: BaseLaplace, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Fitted | None]:
+def _fixed(setup: Setup) -> dict[str, int | str]:
+    """What must be the same in a posterior that a state is loaded into."""
+    return {
+        "cls_name": setup.name,
+        "likelihood": type(setup.distribution).__name__,
+        "source": setup.recipe.source,
+        "free_noise": int(setup.has_noise),
+    }
+
+
+def load(
+    setup: Setup, place: tuple[torch.dtype, torch.device], state: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], Fitted | None]:
     """Hyper-parameters and fit of a state, checked against the posterior that it is loaded into."""
     missing = [name for name in (*ALWAYS, *(FITTED if "structure" in state else ())) if name not in state]
     if missing:
@@ -86,20 +93,14 @@ def load(laplace: BaseLaplace, state: Mapping[str, Any]) -> tuple[dict[str, Tens
             f"the state has version {state['version']}; expected at most {VERSION}. It was written by a later lapwing: "
             "upgrade to read it."
         )
-    for name, ours in (
-        ("cls_name", type(laplace).__name__),
-        ("likelihood", likelihood_name(laplace)),
-        ("source", laplace.recipe.source),
-        ("free_noise", int(laplace.has_noise)),
-    ):
+    for name, ours in _fixed(setup).items():
         if state[name] != ours:
             raise ParameterError(
                 f"the state has {name} {state[name]!r} and this posterior {ours!r}; expected the same. Build the "
                 "posterior as it was when the state was taken."
             )
-    dtype, device = laplace._place
-    names = ("prior_precision", "prior_mean", "sigma_noise", "temperature")
-    hyper = {name: torch.as_tensor(state[name]).to(device, dtype) for name in names}
+    dtype, device = place
+    hyper = {name: torch.as_tensor(state[name]).to(device, dtype) for name in NAMES}
     if "structure" not in state:
         return hyper, None
     tensors = {
@@ -108,7 +109,7 @@ def load(laplace: BaseLaplace, state: Mapping[str, Any]) -> tuple[dict[str, Tens
         if name.startswith("curvature.")
     }
     curvature = unpack(json.loads(state["structure"]), tensors)
-    independent = bool(laplace.recipe.options.get("independent_outputs", False))
+    independent = bool(setup.recipe.options.get("independent_outputs", False))
     shape = torch.Size(json.loads(state["output_shape"]))
     if isinstance(curvature, Independent) != (independent and shape.numel() > 1):
         raise ParameterError(
@@ -126,35 +127,31 @@ def load(laplace: BaseLaplace, state: Mapping[str, Any]) -> tuple[dict[str, Tens
     return hyper, Fitted(curvature, mean, fit, int(state["n_data"]), shape)
 
 
-def check_parameters(laplace: BaseLaplace, state: Mapping[str, Any]) -> None:
+def check_parameters(space: ParamSpace, state: Mapping[str, Any]) -> None:
     """The same parameters, by name and shape."""
     stored = [(name, tuple(shape)) for name, shape in json.loads(state["parameters"])]
-    ours = [(name, tuple(shape)) for name, shape in zip(laplace.space.names, laplace.space.shapes, strict=True)]
-    index, own = state.get("index"), laplace.space.index
+    ours = [(name, tuple(shape)) for name, shape in zip(space.names, space.shapes, strict=True)]
+    index, own = state.get("index"), space.index
     if (index is None) != (own is None) or (
         index is not None and own is not None and not torch.equal(index.cpu(), own.cpu())
     ):
         raise ParameterError("the state is of another sub-network; expected the same subnetwork_indices.")
-    if stored != ours or len(state["mean"]) != laplace.space.size:
+    if stored != ours or len(state["mean"]) != space.size:
         different = next((a for a, b in zip(stored, ours, strict=False) if a != b), None)
         raise ParameterError(
             f"the state is of {len(state['mean'])} parameters in {len(stored)} tensors, this posterior of "
-            f"{laplace.space.size} in {len(ours)}{f'; first difference: {different}' if different else ''}; expected "
+            f"{space.size} in {len(ours)}{f'; first difference: {different}' if different else ''}; expected "
             "the same network and the same choice of weights."
         )
 
 
-def check_curvature(laplace: BaseLaplace) -> None:
+def check_curvature(fitted: Fitted | None, size: int) -> None:
     """A curvature of as many parameters as there are, whose parts fit together: of what comes from a file."""
-    if laplace._fitted is None:
+    if fitted is None:
         return
-    found, size = laplace._fitted.curvature, laplace.space.size
-    if not isinstance(found, Curvature) or found.size != size:
+    curvature = fitted.curvature
+    if not isinstance(curvature, Curvature) or curvature.size != size:
         raise StorageError(f"there is no curvature of {size} parameters; expected one.")
-    matrix = found.whole if isinstance(found, Independent) else found
-    if matrix.mv(laplace._fitted.mean).shape != (size,):
+    matrix = curvature.whole if isinstance(curvature, Independent) else curvature
+    if matrix.mv(fitted.mean).shape != (size,):
         raise StorageError("the parts of the curvature do not fit together; expected a square matrix.")
-
-
-def likelihood_name(laplace: BaseLaplace) -> str:
-    return type(laplace.distribution).__name__

@@ -1,6 +1,9 @@
-"""Which estimator a structure and a source of curvature mean, and which options it takes.
+"""The table of structures: what each is, which estimators and options it has, and how it is stored.
 
-    structure   full, diag, propagated_diag, mixed_diag, kron, ekfac, blocks, lowrank, gp
+One row says all of it, and everything that lists structures is made from the rows: the names that `Laplace` takes, the
+classes, the options, the kinds that a file may hold, and the table in docs/structures.md. A new structure is a file in
+`linalg`, a file in `estimate`, and a row here (`register`).
+
     source      exact (GGN), fisher, mc (sampled Fisher), projection (randomly projected GGN), recursive (propagated in
                 expectation, kron alone), empirical, hessian
 
@@ -11,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from enum import StrEnum
 from typing import Any
 
 import torch
 
-from lapwing import estimate
+from lapwing import estimate, linalg, serialize
 from lapwing.errors import OptionError
 from lapwing.estimate import last_layer
 from lapwing.estimate.cotangents import DISTRIBUTIONS
@@ -25,44 +28,168 @@ from lapwing.estimate.data_pass import Batches
 from lapwing.laplace.names import OnUnsupported, check_options, choose
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Blocks, Curvature, Diagonal
+from lapwing.linalg.kronecker.factors import Term
 from lapwing.tangent import Tangent
 from lapwing.tangent.features import FeatureTangent
+
+AnyTangent = Tangent | FeatureTangent
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One row. `keeps` says in a few words what is kept, for the docs.
+
+    `title` is the first part of its classes' names: KronLaplace, KronLLLaplace, KronSubnetLaplace. `estimator` goes
+    over the data; `closed` does the same for a last layer in closed form, `recursive` by propagated expectations, and
+    `hessian` is what `estimate.hessian` calls the structure. `continued` gives the estimator's options where data are
+    added to a curvature. `not_additive` names what of the curvatures of two data sets does not add up, if anything.
+    """
+
+    name: str
+    title: str
+    keeps: str
+    estimator: Callable[..., Curvature]
+    stored: tuple[type, ...]
+    options: tuple[str, ...] = ()
+    subsets: tuple[str, ...] = ("all",)
+    closed: Callable[..., Curvature] | None = None
+    recursive: Callable[..., Curvature] | None = None
+    hessian: str | None = None
+    continued: Callable[[Options, Curvature], Options] | None = None
+    not_additive: str = ""
+    per_entry_prior: bool = True
+
+
+STRUCTURES: dict[str, Structure] = {}
+
+
+def register(row: Structure) -> None:
+    """Adds a structure; its name must be new."""
+    if row.name in STRUCTURES:
+        raise OptionError(f"there is a structure {row.name!r} already; expected a new name.")
+    STRUCTURES[row.name] = row
+    serialize.register(*row.stored)
+
+
+_EVERYWHERE = ("all", "last_layer", "subnetwork")
+_KRONECKER = ("sharing", "dense_limit", "joint_bias", "on_unsupported")
+_BLOCKS = (linalg.Blocks, linalg.Block, linalg.Dense, linalg.Diagonal)
+
+for _row in (
+    Structure(
+        "full",
+        "Full",
+        "every covariance, [P, P]",
+        estimate.full,
+        (linalg.Dense,),
+        subsets=_EVERYWHERE,
+        closed=last_layer.full,
+        hessian="full",
+    ),
+    Structure(
+        "kron",
+        "Kron",
+        "one Kronecker product G (x) A per layer",
+        estimate.kflr,
+        (linalg.Kronecker, linalg.KroneckerSum, Term, *_BLOCKS),
+        options=(*_KRONECKER, "factored_damping"),
+        subsets=("all", "last_layer"),
+        closed=last_layer.kron,
+        recursive=estimate.kfra,
+        continued=lambda options, before: {**options, "added_to": before},
+        per_entry_prior=False,
+    ),
+    Structure(
+        "ekfac",
+        "Ekfac",
+        "the Kronecker eigenbasis, with the exact variance along each of its directions",
+        estimate.ekfac,
+        (linalg.CorrectedKronecker, linalg.EigenColumns, *_BLOCKS),
+        options=_KRONECKER,
+        continued=lambda _, before: {"basis": before},
+        not_additive="eigenbases",
+        per_entry_prior=False,
+    ),
+    Structure(
+        "diag",
+        "Diag",
+        "one variance per weight, [P]",
+        estimate.diagonal,
+        (linalg.Diagonal,),
+        subsets=_EVERYWHERE,
+        closed=last_layer.diagonal,
+        hessian="diagonal",
+    ),
+    Structure(
+        "propagated_diag",
+        "PropagatedDiag",
+        "as diag, approximate, at a cost that does not grow with the outputs",
+        estimate.propagated_diagonal,
+        (linalg.Diagonal,),
+        subsets=("all", "subnetwork"),
+    ),
+    Structure(
+        "mixed_diag",
+        "MixedDiag",
+        "as propagated_diag, exact from a bottleneck back to the inputs",
+        estimate.mixed_diagonal,
+        (linalg.Diagonal,),
+        options=("columns", "exact_bottleneck"),
+        subsets=("all", "subnetwork"),
+    ),
+    Structure(
+        "lowrank",
+        "LowRank",
+        "the leading eigenvectors of the whole matrix",
+        estimate.low_rank,
+        (linalg.LowRank,),
+        options=("rank",),
+        not_additive="leading eigenvectors",
+    ),
+    Structure(
+        "gp",
+        "Functional",
+        "every covariance, by the rows of the data (a Gaussian process)",
+        estimate.dual,
+        (linalg.Dual, linalg.Independent, linalg.RowSet),
+        options=("limit", "independent_outputs"),
+        subsets=("all", "last_layer"),
+    ),
+    Structure(
+        "blocks",
+        "Blocks",
+        "every covariance within a layer, or within a tensor",
+        estimate.blocks,
+        _BLOCKS,
+        options=("by",),
+        closed=last_layer.blocks,
+        hessian="blocks",
+    ),
+):
+    register(_row)
+
+HessianStructure = StrEnum("HessianStructure", {row.name.upper(): row.name for row in STRUCTURES.values()})
+"""The names of the structures that come with the library; a member is a string, so either form works."""
+
+
+def markdown() -> str:
+    """The rows as a table for the docs."""
+    lines = ["| structure | keeps | options | over |", "|---|---|---|---|"]
+    for row in STRUCTURES.values():
+        options = ", ".join(f"`{name}`" for name in row.options) or "none"
+        over = ", ".join(subset.replace("_", " ") for subset in row.subsets)
+        lines.append(f"| `{row.name}` | {row.keeps} | {options} | {over} |")
+    return "\n".join(lines)
+
+
+# -- from a row to an estimator ----------------------------------------------------------------------------------------
 
 SOURCES = ("exact", "fisher", "mc", "projection", "recursive", "empirical", "hessian")
 RANDOM = ("mc", "projection")
 """Sources that draw, `mc_samples` times for every data point."""
-AnyTangent = Tangent | FeatureTangent
-
-_GENERAL: dict[str, Callable[..., Curvature]] = {
-    "full": estimate.full,
-    "diag": estimate.diagonal,
-    "propagated_diag": estimate.propagated_diagonal,
-    "mixed_diag": estimate.mixed_diagonal,
-    "kron": estimate.kflr,
-    "ekfac": estimate.ekfac,
-    "blocks": estimate.blocks,
-    "lowrank": estimate.low_rank,
-    "gp": estimate.dual,
-}
-_CLOSED: dict[str, Callable[..., Curvature]] = {
-    "full": last_layer.full,
-    "diag": last_layer.diagonal,
-    "kron": last_layer.kron,
-    "blocks": last_layer.blocks,
-}
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    "kron": ("sharing", "dense_limit", "joint_bias", "factored_damping", "on_unsupported"),
-    "ekfac": ("sharing", "dense_limit", "joint_bias", "on_unsupported"),
-    "mixed_diag": ("columns", "exact_bottleneck"),
-    "blocks": ("by",),
-    "lowrank": ("rank",),
-    "gp": ("limit", "independent_outputs"),
-}
-_HESSIAN = {"full": "full", "diag": "diagonal", "blocks": "blocks"}
 FEW = 4
 """Names that a sentence lists."""
-CLOSED_FORM = frozenset(_CLOSED)
-"""Structures with a closed form for the last layer; the others use the general estimators on its parameters."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +202,22 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     distribution: str = DISTRIBUTIONS[0]
 
+    @property
+    def row(self) -> Structure:
+        return STRUCTURES[self.structure]
+
     def __post_init__(self) -> None:
         choose(self.source, SOURCES, "estimator")
-        check_options(self.options, _OPTIONS.get(self.structure, ()), f"option of the structure {self.structure!r}:")
+        check_options(self.options, self.row.options, f"option of the structure {self.structure!r}:")
         if "on_unsupported" in self.options:
             choose(self.options["on_unsupported"], OnUnsupported, "on_unsupported")
-        if self.source == "hessian" and self.structure not in _HESSIAN:
+        if self.source == "hessian" and self.row.hessian is None:
             raise OptionError(
                 f"the exact Hessian has no {self.structure!r} structure; expected hessian_structure='full', 'diag' or "
                 "'blocks', which it has. For this structure use the generalised Gauss-Newton: estimator='exact', or "
                 "backend=lapwing.curvature.CurvlinopsGGN."
             )
-        if self.source == "recursive" and self.structure != "kron":
+        if self.source == "recursive" and self.row.recursive is None:
             raise OptionError(
                 f"the recursive estimator has no {self.structure!r} structure; expected 'kron', whose output factors "
                 "it propagates. Use estimator='exact', or hessian_structure='kron'."
@@ -101,19 +232,19 @@ class Recipe:
         added_to: Curvature | None = None,
     ) -> Curvature:
         """The curvature of the data; `added_to` is what it will be added to: kron takes its blocks, ekfac its basis."""
+        row = self.row
         if self.source == "hessian":
+            assert row.hessian is not None
             assert isinstance(tangent, Tangent)  # a last layer is then linearised like any other parameters
-            return estimate.hessian(tangent, likelihood, batches, structure=_HESSIAN[self.structure])
-        table = _CLOSED if isinstance(tangent, FeatureTangent) else _GENERAL
-        # of a last layer alone the recursion is its start, the exact mean
-        recursive = self.source == "recursive" and table is _GENERAL
-        options = self.options
-        if added_to is not None and self.structure == "ekfac":
-            options = {"basis": added_to}
-        elif added_to is not None and self.structure == "kron" and table is _GENERAL and not recursive:
-            options = {**options, "added_to": added_to}
-        estimator = partial(estimate.kfra if recursive else table[self.structure], **options)
-        return estimator(tangent, likelihood, batches, cotangents=self._cotangents(), generator=generator)
+            return estimate.hessian(tangent, likelihood, batches, structure=row.hessian)
+        closed = row.closed if isinstance(tangent, FeatureTangent) else None
+        estimator, options = closed or row.estimator, self.options
+        if self.source == "recursive" and closed is None:  # of a last layer the recursion is its start, the exact mean
+            assert row.recursive is not None
+            estimator = row.recursive
+        elif added_to is not None and row.continued is not None and closed is None:
+            options = row.continued(options, added_to)
+        return estimator(tangent, likelihood, batches, cotangents=self._cotangents(), generator=generator, **options)
 
     def _cotangents(self) -> Callable:
         if self.source == "mc":

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,23 +15,22 @@ from torch import Tensor
 from lapwing import evidence
 from lapwing.errors import DataError, OptionError, ParameterError
 from lapwing.estimate.data_pass import pair
+from lapwing.evidence import Evidence
 from lapwing.evidence import grid as validation
 from lapwing.laplace.hyper import HyperParameters, precisions_of, prior_of
 from lapwing.laplace.names import PriorStructure, TuningMethod, choose
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
-from lapwing.linalg import Curvature
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from lapwing.linalg import Curvature, LinearMap
 from lapwing.params import ParamSpace
+from lapwing.posterior import Gaussian as GaussianPosterior
 from lapwing.training import adam
-
-if TYPE_CHECKING:
-    from lapwing.laplace.base import BaseLaplace
 
 METHODS = tuple(method.value for method in TuningMethod)
 logger = logging.getLogger("lapwing")
 
 
 @dataclass(frozen=True)
-class Grid:
+class Exponents:
     """`size` precisions, base ** exponent with exponents evenly spaced from `low` to `high`."""
 
     low: float | int
@@ -52,13 +51,33 @@ class Grid:
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
-    """Where a search by the evidence begins, and whether the noise is searched as well."""
+class Search:
+    """A fitted posterior as a search sees it; nothing of it is changed.
 
-    precision: Tensor
-    mean: Tensor
-    sigma: Tensor
-    noise: bool
+    `outputs(posterior, x, pred_type, n, generator)` draws n outputs of the network under any Gaussian over its weights.
+    """
+
+    evidence: Evidence
+    space: ParamSpace
+    hyper: HyperParameters
+    points: int
+    distribution: Likelihood
+    linearise: Callable[[Any], LinearMap]
+    outputs: Callable[[GaussianPosterior, Any, str, int, torch.Generator | None], Tensor]
+
+    def posterior(self, precision: Tensor, temperature: float | Tensor) -> GaussianPosterior:
+        """The posterior under another prior precision and temperature."""
+        prior = prior_of(self.space, precision.reshape(1), self.hyper.prior_mean)
+        return GaussianPosterior(
+            self.evidence.mean, self.evidence.precision(prior, self.hyper.sigma_noise, temperature)
+        )
+
+    @property
+    def curvature(self) -> Curvature:
+        """The curvature that 1 / sigma^2 still multiplies, as validation expects it."""
+        rest = self.evidence.noise_power - 2
+        curvature = self.evidence.curvature
+        return curvature * float(self.hyper.sigma_noise) ** -rest if rest else curvature
 
 
 def starting_precision(space: ParamSpace, structure: str, value: float | int | Tensor) -> Float[Tensor, " groups"]:
@@ -93,27 +112,28 @@ def check_scalar(structure: str, method: str) -> None:
 
 
 def by_evidence(
-    hyper: HyperParameters, method: str, start: Start, n_steps: int, lr: float
+    search: Search, method: str, start: Float[Tensor, " groups"], noise: bool, n_steps: int, lr: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Precisions, and the noise level where it was searched."""
-    if start.noise and not hyper.evidence.has_noise:
+    """Precisions, searched from `start`, and the noise level where it was searched as well."""
+    if noise and not search.evidence.has_noise:
         raise OptionError("optimize_sigma_noise=True for a likelihood without a noise level; expected False.")
-    prior = prior_of(hyper.space, start.precision, start.mean.detach())
-    arguments = hyper.evidence, prior, start.sigma.detach()
-    shared = {"temperature": float(hyper.temperature.detach()), "fixed_noise": not start.noise}
+    hyper = search.hyper
+    prior = prior_of(search.space, start, hyper.prior_mean.detach())
+    arguments = search.evidence, prior, hyper.sigma_noise.detach()
+    shared = {"temperature": float(hyper.temperature.detach()), "fixed_noise": not noise}
     if method == "mackay":
-        found = evidence.mackay(*arguments, **shared)
+        tuned = evidence.mackay(*arguments, **shared)
     elif method == "adam":
-        found = adam(*arguments, steps=n_steps, lr=lr, **shared)
+        tuned = adam(*arguments, steps=n_steps, lr=lr, **shared)
     else:
-        found = evidence.gradient(*arguments, rounds=n_steps, **shared)
-    return found.prior.precisions, found.sigma if start.noise else None
+        tuned = evidence.gradient(*arguments, rounds=n_steps, **shared)
+    return tuned.prior.precisions, tuned.sigma if noise else None
 
 
 def by_validation(
-    laplace: BaseLaplace,
+    search: Search,
     pairs: Iterable[Any],
-    grid: Grid,
+    grid: Exponents,
     pred_type: str,
     loss: Callable | None,
     link: str,
@@ -125,25 +145,26 @@ def by_validation(
     Closed forms linearise the network once per batch and score all precisions at once; draws (pred_type "nn", or link
     "mc") are made for one precision after the other, each time from the same random numbers.
     """
-    values = grid.values(laplace.prior_precision)
-    if laplace._pred_type(pred_type) == "glm" and link != "mc":
-        found = validation.grid(
-            _at_noise(laplace),
-            laplace.linearise,
-            laplace.distribution,
+    hyper = search.hyper
+    values = grid.values(hyper.prior_precision)
+    if pred_type == "glm" and link != "mc":
+        best = validation.grid(
+            search.curvature,
+            search.linearise,
+            search.distribution,
             pairs,
             values,
-            sigma=laplace.sigma_noise,
-            temperature=laplace.temperature,
-            score=_score(laplace, loss),
+            sigma=hyper.sigma_noise,
+            temperature=hyper.temperature,
+            score=_score(search.distribution, loss),
             link=link,
             samples=n_samples,
             generator=generator,
         )
-        return values[found.index].reshape(1)
+        return values[best.index].reshape(1)
     _check_no_loss(loss)
-    candidates = [(value, laplace.temperature) for value in values]
-    scores = _scores_of_draws(laplace, pairs, candidates, (pred_type, n_samples), generator)
+    candidates = [(value, hyper.temperature) for value in values]
+    scores = _scores_of_draws(search, pairs, candidates, (pred_type, n_samples), generator)
     return values[validation.smallest(scores, [f"prior precision {float(v):.6g}" for v in values])].reshape(1)
 
 
@@ -155,19 +176,9 @@ def _check_no_loss(loss: Callable | None) -> None:
         )
 
 
-def _at_noise(laplace: BaseLaplace) -> Curvature:
-    """The curvature that 1 / sigma^2 still multiplies, as validation expects it."""
-    rest = laplace.evidence.noise_power - 2
-    return laplace.fitted.curvature * float(laplace.sigma_noise) ** -rest if rest else laplace.fitted.curvature
-
-
-def _score(laplace: BaseLaplace, loss: Callable | None) -> validation.Score | None:
+def _score(distribution: Likelihood, loss: Callable | None) -> validation.Score | None:
     """A function of the user: loss(probabilities, y), and loss(mean, variance, y) where numbers are predicted."""
-    if (
-        loss is None
-        or isinstance(loss, validation.Metric)
-        or isinstance(laplace.distribution, (Categorical, Bernoulli))
-    ):
+    if loss is None or isinstance(loss, validation.Metric) or isinstance(distribution, (Categorical, Bernoulli)):
         return loss
 
     def score(prediction: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> object:
@@ -179,42 +190,38 @@ def _score(laplace: BaseLaplace, loss: Callable | None) -> validation.Score | No
 
 
 def _scores_of_draws(
-    laplace: BaseLaplace,
+    search: Search,
     pairs: Iterable[Any],
     candidates: Sequence[tuple[Tensor, float | Tensor]],
     draws: tuple[str, int],
     generator: torch.Generator | None,
 ) -> Float[Tensor, " k"]:
     """Mean over held-out points of -log of the mean over draws of p(y | f), for (precision, temperature) each."""
-    kept, before = [pair(batch) for batch in pairs], (laplace.prior_precision, laplace.temperature)
-    likelihood = laplace.distribution
-    if isinstance(likelihood, Gaussian) and laplace.has_noise:
-        likelihood = replace(likelihood, sigma=float(laplace.sigma_noise))
-    seed = torch.initial_seed() if generator is None else generator.initial_seed()
-    scores = []
-    try:
-        for precision, temperature in candidates:
-            laplace.prior_precision, laplace.temperature = precision, temperature
-            numbers = torch.Generator(device=candidates[0][0].device).manual_seed(seed)
-            total, points = 0.0, 0
-            for x, y in kept:
-                outputs = laplace.functional_samples(x, *draws, generator=numbers)
-                likelihood.check(outputs[0], y)
-                each = torch.stack([likelihood.log_prob(f, y) for f in outputs])
-                total -= float((torch.logsumexp(each, 0) - log(len(each))).sum())
-                points += len(y)
-            scores.append(total / max(points, 1))
-    finally:
-        laplace.prior_precision, laplace.temperature = before
+    kept, likelihood = [pair(batch) for batch in pairs], search.distribution
     if not kept:
         raise DataError("the validation loader yields no batch; expected at least one (x, y) pair.")
+    if isinstance(likelihood, Gaussian) and search.evidence.has_noise:
+        likelihood = replace(likelihood, sigma=float(search.hyper.sigma_noise))
+    seed = torch.initial_seed() if generator is None else generator.initial_seed()
+    scores = []
+    for precision, temperature in candidates:
+        posterior = search.posterior(precision, temperature)
+        numbers = torch.Generator(device=candidates[0][0].device).manual_seed(seed)
+        total, points = 0.0, 0
+        for x, y in kept:
+            outputs = search.outputs(posterior, x, *draws, numbers)
+            likelihood.check(outputs[0], y)
+            each = torch.stack([likelihood.log_prob(f, y) for f in outputs])
+            total -= float((torch.logsumexp(each, 0) - log(len(each))).sum())
+            points += len(y)
+        scores.append(total / max(points, 1))
     return torch.tensor(scores, dtype=torch.float64)
 
 
 def by_pseudo_data(
-    laplace: BaseLaplace,
+    search: Search,
     pairs: Iterable[Any],
-    grid: Grid,
+    grid: Exponents,
     counts: Iterable[float | int] | None,
     pred_type: str,
     loss: Callable | None,
@@ -227,27 +234,27 @@ def by_pseudo_data(
     Without `counts` N goes from a thousandth of the data to ten times as many, in 17 steps. pred_type "nn", as in the
     thesis, draws networks for one pair after the other, each time from the same random numbers.
     """
-    values = grid.values(laplace.prior_precision)
-    points = laplace.n_data
+    values = grid.values(search.hyper.prior_precision)
+    points = search.points
     numbers = torch.logspace(-3, 1, 17, dtype=torch.float64) * points if counts is None else list(counts)
     if pred_type == "nn":
         _check_no_loss(loss)
         chosen = validation.check_counts(numbers, points).tolist()
         candidates = [(value, points / number) for number in chosen for value in values]
-        scores = _scores_of_draws(laplace, pairs, candidates, (pred_type, n_samples), generator)
+        scores = _scores_of_draws(search, pairs, candidates, (pred_type, n_samples), generator)
         names = [f"prior precision {float(value):.6g}, temperature {each:.6g}" for value, each in candidates]
         precision, temperature = candidates[validation.smallest(scores, names)]
         return precision.reshape(1), float(temperature)
     found = validation.pseudo_data(
-        _at_noise(laplace),
-        laplace.linearise,
-        laplace.distribution,
+        search.curvature,
+        search.linearise,
+        search.distribution,
         pairs,
         numbers,
         values,
         points=points,
-        sigma=laplace.sigma_noise,
-        score=_score(laplace, loss),
+        sigma=search.hyper.sigma_noise,
+        score=_score(search.distribution, loss),
         link=link,
         samples=n_samples,
         generator=generator,
@@ -255,6 +262,6 @@ def by_pseudo_data(
     return values[found.index[1]].reshape(1), points / found.best[0]
 
 
-def report(hyper: HyperParameters, method: str, verbose: bool) -> None:
+def report(prior_precision: Tensor, method: str, verbose: bool) -> None:
     level = logging.INFO if verbose else logging.DEBUG
-    logger.log(level, "%s: prior precision %s", method, hyper.prior_precision.tolist()[:5])
+    logger.log(level, "%s: prior precision %s", method, prior_precision.tolist()[:5])

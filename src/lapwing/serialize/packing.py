@@ -3,7 +3,8 @@
     pack(object)            -> (description, {name: tensor})
     unpack(description, tensors) -> the object
 
-Only the classes listed in KINDS can be made, by their public constructors; nothing that is read can run code.
+Only the classes in KINDS can be made, by their public constructors; nothing that is read can run code. Structures of
+curvature are entered by their table, `laplace.structures`.
 
 >>> import torch
 >>> from lapwing.linalg import Diagonal
@@ -23,11 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import likelihoods, linalg
+from lapwing import likelihoods
 from lapwing.errors import DataError
 from lapwing.evidence import GaussianFit
-from lapwing.linalg import dual, low_rank, row_set, rows
-from lapwing.linalg.kronecker import factors
+from lapwing.linalg import dual, rows
 
 KINDS: dict[str, type] = {}
 
@@ -38,24 +38,11 @@ def register(*kinds: type) -> None:
 
 
 register(
-    linalg.Dense,
-    linalg.Diagonal,
-    linalg.Blocks,
-    linalg.Block,
-    linalg.Kronecker,
-    linalg.KroneckerSum,
-    linalg.CorrectedKronecker,
-    linalg.EigenColumns,
-    factors.Term,
     rows.MatrixLayout,
     rows.Segments,
     rows.OuterRows,
     rows.LookupRows,
     rows.DenseRows,
-    low_rank.LowRank,
-    dual.Dual,
-    linalg.Independent,
-    row_set.RowSet,
     GaussianFit,
     likelihoods.Bernoulli,
     likelihoods.BernoulliMixture,

@@ -45,5 +45,5 @@ def restored(
         raise StorageError(f"the posterior is a {state['cls_name']!r}; expected one of {sorted(POSTERIORS)}.")
     laplace = kind(model, spec.likelihood(task), estimator=state["source"])
     laplace.load_state_dict(state)
-    check_curvature(laplace)
+    check_curvature(laplace._fitted, laplace.space.size)
     return model, laplace

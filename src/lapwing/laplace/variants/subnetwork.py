@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lapwing.errors import ParameterError
+from lapwing.laplace.hyper import Number
 from lapwing.laplace.structures import AnyTangent
-from lapwing.laplace.variants import (
+from lapwing.laplace.variants.all_weights import (
     DiagLaplace,
     FullLaplace,
     MixedDiagLaplace,
     ParametricLaplace,
     PropagatedDiagLaplace,
+    arguments,
 )
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import Tangent
@@ -28,36 +30,29 @@ class SubnetLaplace(ParametricLaplace):
     `mean` and `sample` speak of the whole flat vector, as users expect; curvature and precision of the sub-network.
     """
 
+    stored: ClassVar[tuple[str, ...]] = ("subnetwork_indices",)
+
     def __init__(
         self,
         model: nn.Module,
         likelihood: str | Likelihood,
         subnetwork_indices: Int[Tensor, " chosen"],
-        sigma_noise: float | int | Tensor = 1.0,
-        prior_precision: float | int | Tensor = 1.0,
-        prior_mean: float | int | Tensor = 0.0,
-        temperature: float | int | Tensor = 1.0,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
         backend: type | None = None,
         backend_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        named = arguments(locals())
         if not isinstance(subnetwork_indices, Tensor):
             raise ParameterError(
                 f"subnetwork_indices is a {type(subnetwork_indices).__name__}; expected a tensor of positions in the "
                 "flat parameter vector, as a mask's select() returns."
             )
-        self.subnetwork_indices = subnetwork_indices
-        super().__init__(
-            model=model,
-            likelihood=likelihood,
-            sigma_noise=sigma_noise,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            backend=backend,
-            backend_kwargs=backend_kwargs,
-            **options,
-        )
+        self.subnetwork_indices = named.pop("subnetwork_indices")
+        super().__init__(**named)
 
     def _chosen_tangent(self, x: Any | None) -> AnyTangent:
         space = self._whole.select(mask=self.subnetwork_indices)

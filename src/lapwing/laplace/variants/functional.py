@@ -12,8 +12,10 @@ from lapwing import estimate
 from lapwing.errors import OptionError, ParameterError
 from lapwing.laplace.base import BaseLaplace
 from lapwing.laplace.data import Pairs
-from lapwing.laplace.last_layer import LLLaplace
+from lapwing.laplace.hyper import Number
 from lapwing.laplace.tasks import likelihood_of
+from lapwing.laplace.variants.all_weights import arguments
+from lapwing.laplace.variants.last_layer import LLLaplace
 from lapwing.likelihoods import Likelihood, Preference
 
 
@@ -32,6 +34,7 @@ class FunctionalLaplace(BaseLaplace):
     """
 
     structure: ClassVar[str] = "gp"
+    stored: ClassVar[tuple[str, ...]] = ("n_subset", "seed")
     pred_types: ClassVar[tuple[str, ...]] = ("gp", "glm", "nn")
 
     def __init__(
@@ -39,10 +42,10 @@ class FunctionalLaplace(BaseLaplace):
         model: nn.Module,
         likelihood: str | Likelihood,
         n_subset: int | None = None,
-        sigma_noise: float | int | Tensor = 1.0,
-        prior_precision: float | int | Tensor = 1.0,
-        prior_mean: float | int | Tensor = 0.0,
-        temperature: float | int | Tensor = 1.0,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
@@ -50,32 +53,24 @@ class FunctionalLaplace(BaseLaplace):
         backend_kwargs: Mapping[str, Any] | None = None,
         independent_outputs: bool = False,
         seed: int = 0,
+        *,
+        limit: int | None = None,
+        estimator: str | None = None,
         **options: Any,
     ) -> None:
-        if independent_outputs:
-            if isinstance(likelihood_of(likelihood)[0], Preference):
-                raise OptionError(
-                    "independent_outputs=True was given for preferences, whose two outputs are rewards of one "
-                    "function; expected False. Leave it out."
-                )
-            options["independent_outputs"] = True
+        named = arguments(locals())
+        if independent_outputs and isinstance(likelihood_of(likelihood)[0], Preference):
+            raise OptionError(
+                "independent_outputs=True was given for preferences, whose two outputs are rewards of one function; "
+                "expected False. Leave it out."
+            )
         if n_subset is not None and n_subset < 1:
             raise ParameterError(f"n_subset is {n_subset}; expected a number of data points >= 1, or None for all.")
-        self.n_subset, self.seed, self.independent_outputs = n_subset, seed, independent_outputs
-        super().__init__(
-            model=model,
-            likelihood=likelihood,
-            sigma_noise=sigma_noise,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            enable_backprop=enable_backprop,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            backend=backend,
-            backend_kwargs=backend_kwargs,
-            **options,
-        )
+        self.n_subset, self.seed = named.pop("n_subset"), named.pop("seed")
+        self.independent_outputs = independent_outputs
+        if not independent_outputs:
+            del named["independent_outputs"]
+        super().__init__(**named)
 
     def _data(self, pairs: Pairs) -> Iterable[Any]:
         if self.n_subset is None:
@@ -111,10 +106,10 @@ class FunctionalLLLaplace(FunctionalLaplace, LLLaplace):
         model: nn.Module,
         likelihood: str | Likelihood,
         n_subset: int | None = None,
-        sigma_noise: float | int | Tensor = 1.0,
-        prior_precision: float | int | Tensor = 1.0,
-        prior_mean: float | int | Tensor = 0.0,
-        temperature: float | int | Tensor = 1.0,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
         enable_backprop: bool = False,
         feature_reduction: str | None = None,
         dict_key_x: str = "input_ids",
@@ -124,24 +119,9 @@ class FunctionalLLLaplace(FunctionalLaplace, LLLaplace):
         backend_kwargs: Mapping[str, Any] | None = None,
         independent_outputs: bool = False,
         seed: int = 0,
+        *,
+        limit: int | None = None,
+        estimator: str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            model=model,
-            likelihood=likelihood,
-            n_subset=n_subset,
-            sigma_noise=sigma_noise,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            enable_backprop=enable_backprop,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            backend=backend,
-            backend_kwargs=backend_kwargs,
-            independent_outputs=independent_outputs,
-            seed=seed,
-            feature_reduction=feature_reduction,
-            last_layer_name=last_layer_name,
-            **options,
-        )
+        super().__init__(**arguments(locals()))

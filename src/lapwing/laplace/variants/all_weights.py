@@ -16,12 +16,22 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.laplace.base import BaseLaplace
+from lapwing.laplace.hyper import Number
+from lapwing.laplace.structures import STRUCTURES
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 
 
 class ParametricLaplace(BaseLaplace):
     """A Gaussian over weights whose curvature has a structure of its own."""
+
+
+def arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor from its `locals()`, by name; options that are None are left to their defaults."""
+    named = {**given, **given.get("options", {})}
+    options = {"bias", *(name for row in STRUCTURES.values() for name in row.options)}
+    left_out = {"self", "__class__", "options", *(name for name in options if named.get(name) is None)}
+    return {name: value for name, value in named.items() if name not in left_out}
 
 
 class FullLaplace(ParametricLaplace):
@@ -35,7 +45,7 @@ class FullLaplace(ParametricLaplace):
 
     @property
     def posterior_precision(self) -> Float[Tensor, "params params"]:
-        scale = 1 / (self._sigma_noise**self.noise_power * self._temperature)
+        scale = 1 / (self.sigma_noise**self.noise_power * self.temperature)
         return self.H * scale + torch.diag_embed(self.prior_precision_diag)
 
     @property
@@ -55,7 +65,7 @@ class DiagLaplace(ParametricLaplace):
 
     @property
     def posterior_precision(self) -> Float[Tensor, " params"]:
-        return self.H / (self._sigma_noise**self.noise_power * self._temperature) + self.prior_precision_diag
+        return self.H / (self.sigma_noise**self.noise_power * self.temperature) + self.prior_precision_diag
 
     @property
     def posterior_scale(self) -> Float[Tensor, " params"]:
@@ -81,6 +91,27 @@ class MixedDiagLaplace(DiagLaplace):
 
     structure: ClassVar[str] = "mixed_diag"
 
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type | None = None,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        *,
+        columns: int | None = None,
+        exact_bottleneck: bool | None = None,
+        estimator: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**arguments(locals()))
+
 
 class KronLaplace(ParametricLaplace):
     """One Kronecker product per layer. `damping=True` adds the prior to the factors (approximate) instead of exactly.
@@ -94,7 +125,7 @@ class KronLaplace(ParametricLaplace):
     """
 
     structure: ClassVar[str] = "kron"
-    _per_entry_prior = False
+    stored: ClassVar[tuple[str, ...]] = ("damping",)
 
     @property
     def H_facs(self) -> Curvature | None:
@@ -105,35 +136,29 @@ class KronLaplace(ParametricLaplace):
         self,
         model: nn.Module,
         likelihood: str | Likelihood,
-        sigma_noise: float | int | Tensor = 1.0,
-        prior_precision: float | int | Tensor = 1.0,
-        prior_mean: float | int | Tensor = 0.0,
-        temperature: float | int | Tensor = 1.0,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         backend: type | None = None,
         damping: bool | str = False,
         backend_kwargs: Mapping[str, Any] | None = None,
+        *,
+        bias: str | None = None,
+        sharing: str | None = None,
+        dense_limit: int | None = None,
+        on_unsupported: str | None = None,
+        estimator: str | None = None,
         **options: Any,
     ) -> None:
-        self.damping = damping
+        named = arguments(locals())
+        self.damping = named.pop("damping")
         if damping:
-            options["factored_damping"] = damping
-        super().__init__(
-            model=model,
-            likelihood=likelihood,
-            sigma_noise=sigma_noise,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            enable_backprop=enable_backprop,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            backend=backend,
-            backend_kwargs=backend_kwargs,
-            **options,
-        )
+            named["factored_damping"] = damping
+        super().__init__(**named)
 
 
 class EkfacLaplace(ParametricLaplace):
@@ -144,13 +169,55 @@ class EkfacLaplace(ParametricLaplace):
     """
 
     structure: ClassVar[str] = "ekfac"
-    _per_entry_prior = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type | None = None,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        *,
+        bias: str | None = None,
+        sharing: str | None = None,
+        dense_limit: int | None = None,
+        on_unsupported: str | None = None,
+        estimator: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**arguments(locals()))
 
 
 class BlocksLaplace(ParametricLaplace):
     """The exact curvature within each layer, nothing between layers. Option: `by` "layer" or "tensor"."""
 
     structure: ClassVar[str] = "blocks"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type | None = None,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        *,
+        by: str | None = None,
+        estimator: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**arguments(locals()))
 
 
 class LowRankLaplace(ParametricLaplace):
@@ -163,30 +230,18 @@ class LowRankLaplace(ParametricLaplace):
         model: nn.Module,
         likelihood: str | Likelihood,
         backend: type | None = None,
-        sigma_noise: float | int | Tensor = 1.0,
-        prior_precision: float | int | Tensor = 1.0,
-        prior_mean: float | int | Tensor = 0.0,
-        temperature: float | int | Tensor = 1.0,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         backend_kwargs: Mapping[str, Any] | None = None,
         *,
         rank: int = 100,
+        estimator: str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            model=model,
-            likelihood=likelihood,
-            sigma_noise=sigma_noise,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            enable_backprop=enable_backprop,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            backend=backend,
-            backend_kwargs=backend_kwargs,
-            rank=rank,
-            **options,
-        )
+        named = arguments(locals())
+        super().__init__(**named)

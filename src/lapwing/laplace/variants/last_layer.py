@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from lapwing.errors import ModelError
 from lapwing.laplace import predictions
 from lapwing.laplace.data import peek
-from lapwing.laplace.structures import CLOSED_FORM, AnyTangent
-from lapwing.laplace.variants import DiagLaplace, FullLaplace, KronLaplace, ParametricLaplace
+from lapwing.laplace.hyper import Number
+from lapwing.laplace.structures import AnyTangent
+from lapwing.laplace.variants.all_weights import DiagLaplace, FullLaplace, KronLaplace, ParametricLaplace, arguments
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg.autocast import outside_autocast
 from lapwing.subnetwork import last_layer
@@ -31,14 +32,16 @@ class LLLaplace(ParametricLaplace):
     comes from features [B, T, D] to outputs [B, C]: "pick_first", "pick_last" or "average" over the positions.
     """
 
+    stored: ClassVar[tuple[str, ...]] = ("last_layer_name", "feature_reduction")
+
     def __init__(
         self,
         model: nn.Module,
         likelihood: str | Likelihood,
-        sigma_noise: float | int | Tensor = 1.0,
-        prior_precision: float | int | Tensor = 1.0,
-        prior_mean: float | int | Tensor = 0.0,
-        temperature: float | int | Tensor = 1.0,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
         enable_backprop: bool = False,
         feature_reduction: str | None = None,
         dict_key_x: str = "input_ids",
@@ -48,28 +51,17 @@ class LLLaplace(ParametricLaplace):
         backend_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.last_layer_name = last_layer_name
-        self.feature_reduction = None if feature_reduction is None else str(feature_reduction)
-        super().__init__(
-            model=model,
-            likelihood=likelihood,
-            sigma_noise=sigma_noise,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            enable_backprop=enable_backprop,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            backend=backend,
-            backend_kwargs=backend_kwargs,
-            **options,
-        )
+        named = arguments(locals())
+        self.last_layer_name = named.pop("last_layer_name", None)
+        reduction = named.pop("feature_reduction", None)
+        self.feature_reduction = None if reduction is None else str(reduction)
+        super().__init__(**named)
 
     def _chosen_tangent(self, x: Any | None) -> AnyTangent | None:
         name = self.last_layer_name
         if x is None:
             return None if name is None else self._general(name)
-        closed = self.recipe.structure in CLOSED_FORM and self.recipe.source != "hessian"
+        closed = self.recipe.row.closed is not None and self.recipe.source != "hessian"
         try:
             features = self._features(name)
             features.at(x)
@@ -126,14 +118,12 @@ class LLLaplace(ParametricLaplace):
             return predictions.moments(posterior, self.linearise(X), diagonal=True)
 
     def _bind_stored(self, state_dict: Mapping[str, Any]) -> None:
-        if self._tangent is not None:
-            return
         names = [name for name, _ in json.loads(state_dict["parameters"])]
-        layer = names[0].rpartition(".")[0]
-        if "features" not in state_dict:
+        if "features" in state_dict:  # fitted by features, it predicts by them, also where the layer was named
+            if not isinstance(self._tangent, FeatureTangent):
+                self._bind(self._features(self.last_layer_name or names[0].rpartition(".")[0]))
+        elif self._tangent is None:
             self._bind(self._tangent_of(names))
-            return
-        self._bind(self._features(layer))
 
 
 class FullLLLaplace(LLLaplace, FullLaplace):
@@ -151,10 +141,10 @@ class KronLLLaplace(LLLaplace, KronLaplace):
         self,
         model: nn.Module,
         likelihood: str | Likelihood,
-        sigma_noise: float | int | Tensor = 1.0,
-        prior_precision: float | int | Tensor = 1.0,
-        prior_mean: float | int | Tensor = 0.0,
-        temperature: float | int | Tensor = 1.0,
+        sigma_noise: Number = 1.0,
+        prior_precision: Number = 1.0,
+        prior_mean: Number = 0.0,
+        temperature: Number = 1.0,
         enable_backprop: bool = False,
         feature_reduction: str | None = None,
         dict_key_x: str = "input_ids",
@@ -163,22 +153,12 @@ class KronLLLaplace(LLLaplace, KronLaplace):
         last_layer_name: str | None = None,
         damping: bool | str = False,
         backend_kwargs: Mapping[str, Any] | None = None,
+        *,
+        bias: str | None = None,
+        sharing: str | None = None,
+        dense_limit: int | None = None,
+        on_unsupported: str | None = None,
+        estimator: str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            model=model,
-            likelihood=likelihood,
-            sigma_noise=sigma_noise,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            enable_backprop=enable_backprop,
-            feature_reduction=feature_reduction,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            backend=backend,
-            last_layer_name=last_layer_name,
-            backend_kwargs=backend_kwargs,
-            damping=damping,
-            **options,
-        )
+        super().__init__(**arguments(locals()))
