@@ -1,7 +1,8 @@
 """lapwing: a Laplace posterior for any PyTorch network.
 
-Curvature, uncertainty, evidence, and the training procedures that use them. Symbols are listed in
-`docs/notation.md`; imports inside the package point one way, and `tests/test_imports.py` holds the order.
+Curvature, uncertainty, evidence, and the training procedures that use them. `docs/architecture.md` follows one batch
+through the files, `docs/notation.md` lists the symbols; imports inside the package point one way, and
+`tests/test_imports.py` holds the order.
 """
 
 from __future__ import annotations
@@ -10,12 +11,73 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lapwing import curvature
+from lapwing import (
+    curvature,
+    errors,
+    estimate,
+    evidence,
+    likelihoods,
+    linalg,
+    metrics,
+    params,
+    posterior,
+    predictive,
+    priors,
+    serialize,
+    subnetwork,
+    tangent,
+    tape,
+    training,
+)
 from lapwing.directions import alignment
-from lapwing.laplace import *  # noqa: F403
-from lapwing.laplace import __all__ as _face
+from lapwing.laplace import (
+    BaseLaplace,
+    BlocksLaplace,
+    DiagLaplace,
+    DiagLLLaplace,
+    DiagSubnetLaplace,
+    EkfacLaplace,
+    FeatureReduction,
+    FullLaplace,
+    FullLLLaplace,
+    FullSubnetLaplace,
+    FunctionalLaplace,
+    FunctionalLLLaplace,
+    HessianStructure,
+    KronLaplace,
+    KronLLLaplace,
+    Laplace,
+    LinkApprox,
+    LLLaplace,
+    LowRankLaplace,
+    MixedDiagLaplace,
+    MixedDiagSubnetLaplace,
+    ParametricLaplace,
+    PredType,
+    PriorStructure,
+    PropagatedDiagLaplace,
+    PropagatedDiagSubnetLaplace,
+    SubnetLaplace,
+    SubsetOfWeights,
+    TuningMethod,
+    load,
+    marglik_training,
+)
+from lapwing.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    Preference,
+)
+from lapwing.params import ParamSpace
+from lapwing.priors import Prior
+from lapwing.tangent import Tangent
 
 if TYPE_CHECKING:
+    from lapwing import cli, reporting, tables, utils
     from lapwing.laplace.attach import attach
     from lapwing.reporting import report
 
@@ -24,17 +86,86 @@ try:
 except PackageNotFoundError:  # a source tree on the path that was never installed has no metadata to read
     __version__ = "0+unknown"
 
-__all__ = ["__version__", "alignment", "attach", "curvature", "report", *_face]
+__all__ = [
+    "BaseLaplace",
+    "Bernoulli",
+    "BlocksLaplace",
+    "Categorical",
+    "DiagLLLaplace",
+    "DiagLaplace",
+    "DiagSubnetLaplace",
+    "EkfacLaplace",
+    "FeatureReduction",
+    "FullLLLaplace",
+    "FullLaplace",
+    "FullSubnetLaplace",
+    "FunctionalLLLaplace",
+    "FunctionalLaplace",
+    "Gaussian",
+    "HessianStructure",
+    "HeteroscedasticGaussian",
+    "KronLLLaplace",
+    "KronLaplace",
+    "LLLaplace",
+    "Laplace",
+    "Likelihood",
+    "LinkApprox",
+    "LowRankLaplace",
+    "MixedDiagLaplace",
+    "MixedDiagSubnetLaplace",
+    "ParamSpace",
+    "ParametricLaplace",
+    "Poisson",
+    "PredType",
+    "Preference",
+    "Prior",
+    "PriorStructure",
+    "PropagatedDiagLaplace",
+    "PropagatedDiagSubnetLaplace",
+    "SubnetLaplace",
+    "SubsetOfWeights",
+    "Tangent",
+    "TuningMethod",
+    "__version__",
+    "alignment",
+    "attach",
+    "cli",
+    "curvature",
+    "errors",
+    "estimate",
+    "evidence",
+    "likelihoods",
+    "linalg",
+    "load",
+    "marglik_training",
+    "metrics",
+    "params",
+    "posterior",
+    "predictive",
+    "priors",
+    "report",
+    "reporting",
+    "serialize",
+    "subnetwork",
+    "tables",
+    "tangent",
+    "tape",
+    "training",
+    "utils",
+]
 
-# What people run is imported when it is first used, so that the library stays quick to import.
+# What needs the extras is imported when it is first used, so that the library stays quick to import.
 _LATER = {"attach": "lapwing.laplace.attach", "report": "lapwing.reporting"}
+_MODULES = ("cli", "reporting", "tables", "utils")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
+    if name in _MODULES:
+        return import_module(f"lapwing.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LATER])
+    return sorted({*globals(), *__all__})

@@ -3,13 +3,13 @@
 from lapwing.laplace import (
     FeatureReduction,
     HessianStructure,
-    Likelihood,
     LinkApprox,
     PredType,
     PriorStructure,
     SubsetOfWeights,
     TuningMethod,
 )
+from lapwing.laplace import Task as Likelihood
 from lapwing.subnetwork import (
     LargestMagnitudeSubnetMask,
     LargestVarianceDiagLaplaceSubnetMask,

@@ -6,11 +6,11 @@ from lapwing.laplace.loading import load
 from lapwing.laplace.marglik import marglik_training
 from lapwing.laplace.names import (
     FeatureReduction,
-    Likelihood,
     LinkApprox,
     PredType,
     PriorStructure,
     SubsetOfWeights,
+    Task,
     TuningMethod,
 )
 from lapwing.laplace.structures import HessianStructure
@@ -53,7 +53,6 @@ __all__ = [
     "KronLaplace",
     "LLLaplace",
     "Laplace",
-    "Likelihood",
     "LinkApprox",
     "LowRankLaplace",
     "MixedDiagLaplace",
@@ -65,6 +64,7 @@ __all__ = [
     "PropagatedDiagSubnetLaplace",
     "SubnetLaplace",
     "SubsetOfWeights",
+    "Task",
     "TuningMethod",
     "load",
     "marglik_training",

@@ -18,7 +18,9 @@ class SubsetOfWeights(StrEnum):
     SUBNETWORK = "subnetwork"
 
 
-class Likelihood(StrEnum):
+class Task(StrEnum):
+    """A likelihood by the name of what it is for."""
+
     REGRESSION = "regression"
     CLASSIFICATION = "classification"
     BINARY = "binary"

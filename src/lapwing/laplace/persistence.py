@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import StorageError
 from lapwing.laplace.identity import further, structure
-from lapwing.laplace.names import Likelihood as Task
+from lapwing.laplace.names import Task
 from lapwing.laplace.setup import Setup
 from lapwing.likelihoods import Likelihood
 from lapwing.serialize import KINDS, pack, write

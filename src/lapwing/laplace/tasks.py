@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lapwing.errors import OptionError
-from lapwing.laplace.names import Likelihood as Task
-from lapwing.laplace.names import choose
+from lapwing.laplace.names import Task, choose
 from lapwing.likelihoods import (
     Bernoulli,
     Categorical,

@@ -41,6 +41,11 @@ from lapwing.errors import DataError, LikelihoodError
 class Likelihood(ABC):
     """Output distribution p(y | f). Finals that factor over positions extend `Positionwise`."""
 
+    REGRESSION: ClassVar[str] = "regression"
+    CLASSIFICATION: ClassVar[str] = "classification"
+    REWARD_MODELING: ClassVar[str] = "reward_modeling"
+    """Names of tasks, as code written for laplace-torch takes them from its enumeration of this name."""
+
     convex: ClassVar[bool]
     """True when -log p is convex in f for every y, so that `hessian_sqrt` factorises the exact Hessian."""
 
