@@ -179,7 +179,7 @@ def test_no_name_is_both_a_module_and_something_else() -> None:
     for name, path in modules_under(SOURCE).items():
         if path.name == "__init__.py":
             package = import_module(name)
-            inside = [each.stem for each in path.parent.iterdir() if each.suffix == ".py" or each.is_dir()]
+            inside = [p.stem for p in path.parent.iterdir() if (p.suffix == ".py" or p.is_dir()) and p != path]
             both += [f"{name}.{each}" for each in inside if not isinstance(getattr(package, each, package), ModuleType)]
     assert not both, "\n" + "\n".join(both)
 

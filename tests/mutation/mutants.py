@@ -664,7 +664,7 @@ SECOND_BELOW = (
     # names the data point, and is now decomposed
     Mutant(
         "a Hessian of a user's loss is refused only if none of its entries is finite",
-        "likelihoods/from_function.py",
+        "likelihoods/differentiated.py",
         "torch.isfinite(hessian).flatten(1).all(1)",
         "torch.isfinite(hessian).flatten(1).any(1)",
         (

@@ -22,7 +22,7 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.bernoulli_mixture import BernoulliMixture
 from lapwing.likelihoods.categorical import Categorical
-from lapwing.likelihoods.from_function import from_function
+from lapwing.likelihoods.differentiated import from_function
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
