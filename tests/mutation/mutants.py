@@ -320,7 +320,7 @@ ABOVE = (
     ),
     Mutant(
         "the prior pulls twice as hard in training",
-        "training/run.py",
+        "training/objective.py",
         "/ (2 * self.points) - fit",
         "/ self.points - fit",
         ("training",),

@@ -32,6 +32,7 @@ from lapwing.tables.encoder import Encoder, learn
 from lapwing.tables.network import Spec, as_trained
 from lapwing.tables.reading import Table, find_column, open_table
 from lapwing.tables.scoring import Summary
+from lapwing.tables.stretch import FitProgress
 from lapwing.tables.targets import (
     CALIBRATION,
     MARKS,
@@ -43,7 +44,7 @@ from lapwing.tables.targets import (
     read_target,
     split,
 )
-from lapwing.tables.training import Progress, check_noise, train
+from lapwing.tables.training import check_noise, train
 
 NUMBERS = 2**27
 """Inputs that are kept in memory at a time: half a gigabyte."""
@@ -100,7 +101,7 @@ def fit_table(
     spec = spec or Spec(1, 1)
     spec = replace(spec, inputs=len(encoder.inputs), outputs=wanted.outputs)
 
-    def trained(now: Progress) -> None:
+    def trained(now: FitProgress) -> None:
         tell("training", now.epoch / now.epochs)
 
     with _threads(len(x["train"])):

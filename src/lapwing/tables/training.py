@@ -2,7 +2,7 @@
 
     x [N, D] float, standardised       y [N] or [N, C] float, standardised, or [N] class numbers 0 .. C - 1
 
-Steps of Adam on the weights alternate with looks at the Laplace evidence (`lapwing.tables.steps`). For a
+Steps of Adam on the weights alternate with looks at the Laplace evidence (`lapwing.tables.stretch`). For a
 regression each look updates precisions (one per layer) and sigma; for classes one precision goes by factors of three,
 with further steps under each, as long as the evidence grows. The weights with the largest evidence are kept; they need
 not be at a mode. A regression then goes on, for half as long, with a second head that says how the noise varies with
@@ -22,7 +22,6 @@ for a regression with the full matrix, every row by leaving it out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, log, log2
 
@@ -35,7 +34,9 @@ from lapwing.laplace import BaseLaplace
 from lapwing.laplace.calibration import ERRORS, calibrate, leave_one_out, rescale
 from lapwing.priors import Prior
 from lapwing.tables.network import Spec, build, with_heads
-from lapwing.tables.steps import EVIDENCE_ROWS, FACTOR, Clock, Kept, Pair, Progress, Run, batches
+from lapwing.tables.stretch import EVIDENCE_ROWS, FACTOR, Callback, Clock, Pair, TableTraining, batches
+from lapwing.training.loop import Best
+from lapwing.training.train_mode import restore
 
 FULL_WEIGHTS, FULL_WORK = 3_000, 2e11
 """The full matrix up to so many weights and so much work N C P^2; then Kronecker factors; else diagonal."""
@@ -67,7 +68,7 @@ def train(
     epochs: int | None = None,
     batch_size: int | None = None,
     noise: str = "auto",
-    callback: Callable[[Progress], object] | None = None,
+    callback: Callback = None,
     structure: str = "auto",
     dtype: torch.dtype = torch.float64,
 ) -> tuple[nn.Module, BaseLaplace]:
@@ -95,7 +96,7 @@ def train(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} is {value!r}; expected a whole number >= 1, or None.")
     epochs = ceil(STEPS / ceil(len(x) / size)) if epochs is None else epochs
-    run = Run(model, spec, x, y, task, size, generator)
+    run = TableTraining(model, spec, x, y, task, size, generator)
     if task == "classification":
         fitted = _climb(run, epochs, structure, callback)
     else:
@@ -118,24 +119,24 @@ def check_noise(noise: str, task: str) -> None:
 class _Fitted:
     """A run at its end, the posterior of its rows, and the log evidence."""
 
-    run: Run
+    run: TableTraining
     laplace: BaseLaplace
     log_marginal: float
 
     @staticmethod
-    def of(run: Run, kept: Kept, structure: str) -> _Fitted:
+    def of(run: TableTraining, kept: Best, structure: str) -> _Fitted:
         """Prior and noise go on from those of the training, under the curvature of all rows."""
         laplace = run.laplace(structure)
         laplace.fit(batches(run.x, run.y), generator=run.generator)
-        prior, sigma, value = run.tuned(laplace.evidence, kept.prior, kept.sigma, FINAL_UPDATES)
+        tuned = run.tuned(laplace.evidence, kept.tuned.prior, kept.tuned.sigma, FINAL_UPDATES)
         for _ in range(FINAL_LEVELS * run.spec.varying):  # the level is part of the network, and of its curvature
-            run.relevel(laplace.evidence, prior, torch.arange(len(run.x)))
+            run.relevel(laplace.evidence, tuned.prior, torch.arange(len(run.x)))
             laplace.fit(batches(run.x, run.y), generator=run.generator)
-            prior, sigma, value = run.tuned(laplace.evidence, prior, sigma, FINAL_UPDATES)
+            tuned = run.tuned(laplace.evidence, tuned.prior, tuned.sigma, FINAL_UPDATES)
         if laplace.has_noise:
-            laplace.sigma_noise = sigma
-        laplace.prior_precision = prior.precisions
-        return _Fitted(run, laplace, value)
+            laplace.sigma_noise = tuned.sigma
+        laplace.prior_precision = tuned.prior.precisions
+        return _Fitted(run, laplace, float(tuned.log_marginal))
 
     def saying(self, choice: str) -> _Fitted:
         self.laplace.choices = (choice,)
@@ -159,26 +160,26 @@ class _Fitted:
         return laplace
 
 
-def _climb(run: Run, epochs: int, structure: str, callback: Callable[[Progress], object] | None) -> _Fitted:
+def _climb(run: TableTraining, epochs: int, structure: str, callback: Callback) -> _Fitted:
     """Classes: one precision, by factors, as long as the evidence of the weights it leads to grows."""
     quarter = ceil(epochs / 4)
     clock = Clock(epochs + STRETCHES * quarter, callback)
     best = start = _first(run, epochs, clock)
     factors, tried = [PRIOR_STEP, 1 / PRIOR_STEP], 0
     while factors and tried < STRETCHES:
-        run.put(best)
-        prior = best.prior.with_precisions(best.prior.precisions * factors[0])
-        found = run.stretch(quarter, RATE / 4, prior, best.sigma, clock)
+        restore(run.model, best.weights)
+        prior = best.tuned.prior.with_precisions(best.tuned.prior.precisions * factors[0])
+        after = run.stretch(quarter, RATE / 4, prior, best.tuned.sigma, clock)
         tried += 1
-        if found.score > best.score:
-            best = found
+        if after.log_marginal > best.log_marginal:
+            best = after
         else:
             factors = factors[1:] if best is start else []
-    run.put(best)
+    restore(run.model, best.weights)
     return _Fitted.of(run, best, structure)
 
 
-def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress], object] | None, noise: str) -> _Fitted:
+def _level(run: TableTraining, epochs: int, structure: str, callback: Callback, noise: str) -> _Fitted:
     """Amounts: constant noise, and from there, where it is to be tried, noise that varies; the better of both.
 
     Both describe the same targets, so that their evidences compare, and both have gone on for as long, so that it is
@@ -196,16 +197,17 @@ def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
         said = f"The noise is the same for all rows, {'as asked for' if noise == 'constant' else few}."
         return _Fitted.of(run, kept, structure).saying(said)
     some = run.x[:: ceil(len(run.x) / EVIDENCE_ROWS)]  # from all over the table, which may be sorted
-    model = with_heads(run.model, 2 * log(float(kept.sigma)), some)
+    before, sigma = kept.tuned.prior, kept.tuned.sigma
+    model = with_heads(run.model, 2 * log(float(sigma)), some)
     other = replace(run, model=model, spec=replace(run.spec, varying=True))
-    precisions = torch.cat([kept.prior.precisions, torch.ones_like(kept.prior.precisions[:1])])
+    precisions = torch.cat([before.precisions, torch.ones_like(before.precisions[:1])])
     prior = Prior.layerwise(other.laplace("diag").space, precisions)
-    varying = _Fitted.of(other, other.stretch(further, RATE / 4, prior, torch.ones_like(kept.sigma), clock), structure)
+    varying = _Fitted.of(other, other.stretch(further, RATE / 4, prior, torch.ones_like(sigma), clock), structure)
     if noise == "varying":
         return varying.saying("The noise varies with the inputs, as asked for.")
-    end = run.stretch(further, RATE / 4, kept.prior, kept.sigma, clock)
+    end = run.stretch(further, RATE / 4, before, sigma, clock)
     constant = _Fitted.of(run, end, structure)
-    charge = CHANCE + max(0.0, end.score - kept.score)
+    charge = CHANCE + max(0.0, end.log_marginal - kept.log_marginal)
     gain = varying.log_marginal - constant.log_marginal - charge
     by = f"probable than one level for all (log evidence {gain:+.1f} beyond {charge:.1f} for chance and steps)"
     if gain > 0:
@@ -213,7 +215,7 @@ def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
     return constant.saying(f"The noise is the same for all rows; that it varies is less {by}.")
 
 
-def _first(run: Run, epochs: int, clock: Clock) -> Kept:
+def _first(run: TableTraining, epochs: int, clock: Clock) -> Best:
     """From the initial weights, under a unit prior per layer."""
     prior = Prior.layerwise(run.laplace("diag").space, 1.0)
     return run.stretch(epochs, RATE, prior, torch.ones_like(prior.precisions[0]), clock)
