@@ -109,7 +109,7 @@ def test_equal_precisions_of_weight_and_bias_are_left(structure: str, start: flo
             la.optimize_prior_precision(prior_structure="layerwise", init_prior_prec=start)
         logs = la.prior_precision.log().requires_grad_()
         (slope,) = torch.autograd.grad(la.log_marginal_likelihood(logs.exp()), logs)
-        inside = (logs.detach().abs() - log(evidence.tuners.HIGHEST)).abs() > evidence.tuning.NEAR
+        inside = (logs.detach().abs() - log(evidence.tuners.HIGHEST)).abs() > evidence.tuners.NEAR
         assert bool(inside.any())
         assert float((slope * inside).abs().max()) < 1e-4
 
