@@ -30,7 +30,7 @@ from lapwing.priors import Prior
 LOWEST, HIGHEST = 1e-10, 1e10
 """Range of precisions: a group that the data say nothing about would otherwise go to infinity."""
 NEAR = 1e-2
-"""Distance of a logarithm from its bound within which a search has ended there: it has no slope of zero to show."""
+"""A logarithm this close to its bound counts as ended there, though its slope is not zero."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +70,13 @@ def gradient(
     def closure() -> float:
         free.grad = None
         with torch.enable_grad():
-            found, level = read()
-            loss = -evidence.log_marginal(found, level, temperature)
+            trial, level = read()
+            loss = -evidence.log_marginal(trial, level, temperature)
             # a step beyond the bounds must lead back: without a slope there the search would end where it fell
             loss = loss + (free - free.detach().clamp(low, high)).square().sum()
         if not bool(torch.isfinite(loss)):
             raise CurvatureError(
-                f"the evidence is {float(-loss.detach())} at prior precisions {found.precisions.tolist()[:5]}, sigma "
+                f"the evidence is {float(-loss.detach())} at prior precisions {trial.precisions.tolist()[:5]}, sigma "
                 f"{float(level.detach()):.3g}; expected a finite number. Start from other values."
             )
         loss.backward()
@@ -99,8 +99,8 @@ def gradient(
         held = ((at <= low + NEAR) & (free.grad > 0)) | ((at >= high - NEAR) & (free.grad < 0))
         rest = float(torch.where(held, 0.0, free.grad).abs().max()) if len(free) else 0.0
         with torch.no_grad():
-            found, level = read()
-            value = evidence.log_marginal(found, level, temperature)
+            trial, level = read()
+            value = evidence.log_marginal(trial, level, temperature)
         # the sum has terms as large as the targets are many, and its rounding hides slopes below this
         terms = 1 + float(value.abs()) + (evidence.fit.targets if isinstance(evidence.fit, GaussianFit) else 0)
         converged = rest <= max(100 * tolerance, torch.finfo(free.dtype).eps ** 0.5 * terms)
@@ -115,7 +115,7 @@ def gradient(
             apart = torch.linspace(0, NEAR, len(start), dtype=free.dtype, device=free.device)
             with torch.no_grad():
                 free[: len(start)] -= torch.where(at[: len(start)] > 0, apart, -apart)
-    return _checked(Tuned(_detached(found), level.detach(), value, converged, taken), "gradient")
+    return _checked(Tuned(_detached(trial), level.detach(), value, converged, taken), "gradient")
 
 
 @dataclass(frozen=True)

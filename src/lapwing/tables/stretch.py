@@ -101,10 +101,7 @@ class TableTraining:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def stretch(self, epochs: int, rate: float, prior: Prior, sigma: Tensor, clock: Clock) -> Best:
-        """Steps from where the model is, down to 1 % of the rate along a cosine; it ends with the best look's weights.
-
-        The best look is the one with the largest evidence.
-        """
+        """Trains from where the model is, at a rate that falls to 1 % along a cosine; keeps the best look's weights."""
         laplace = self.laplace(self.looks)
         optimiser = torch.optim.Adam(self.model.parameters(), lr=rate)
         cosine = torch.optim.lr_scheduler.LambdaLR(
@@ -171,10 +168,10 @@ class TableTraining:
 
     @torch.no_grad()
     def relevel(self, evidence: Evidence, prior: Prior, rows: Int[Tensor, " some"]) -> None:
-        """Log-variances up or down together, to where the evidence is largest at these weights: sum z^2 = N - gamma.
+        """Shifts all log-variances to where the evidence is largest at these weights: sum z^2 = N - gamma.
 
         z are errors over deviations, and gamma counts the parameters of the mean that the data determine, as in
-        sigma^2 = SSE / (N - gamma) for constant noise. Weights that would do the same leave gamma out.
+        sigma^2 = SSE / (N - gamma) for constant noise. Training the level like a weight would leave gamma out.
         """
         heads = heads_of(self.model)
         pairs = zip(self.x[rows].split(4096), self.y[rows].split(4096), strict=True)
@@ -186,7 +183,7 @@ class TableTraining:
 
     @property
     def looks(self) -> str:
-        """Structure of the curvature at a look: a split of the noise from the errors of the mean needs the full one."""
+        """Structure of the curvature at a look: only the full one tells noise from errors of the mean."""
         work = min(len(self.x), EVIDENCE_ROWS) * 2 * self.spec.outputs * self.weights**2
         if self.spec.varying and work <= LOOK_WORK:
             return "full"

@@ -5,12 +5,11 @@
 Steps of Adam on the weights alternate with looks at the Laplace evidence (`lapwing.tables.stretch`). For a
 regression each look updates precisions (one per layer) and sigma; for classes one precision goes by factors of three,
 with further steps under each, as long as the evidence grows. The weights with the largest evidence are kept; they need
-not be at a mode. A regression then goes on, for half as long, with a second head that says how the noise varies with
-the inputs, and as long without one; noise that varies is kept where its evidence is larger by more than chance and
-training that has not come to its end would make it. The final curvature is of
-all rows: full [P, P] where P and the work N C P^2 are small, Kronecker factors otherwise. Last, the scale of the
-covariance is checked with rows that were not seen (`lapwing.laplace.calibration`): a tenth that is kept apart, or,
-for a regression with the full matrix, every row by leaving it out.
+not be at a mode. A regression then trains on for half as long, once with a second head for noise that varies with the
+inputs and once without; varying noise is kept if its evidence is larger by more than chance and further training would
+explain. The final curvature is of all rows: full [P, P] where P and the work N C P^2 are small, Kronecker factors
+otherwise. Last, the scale of the covariance is checked with unseen rows (`lapwing.laplace.calibration`): a tenth that
+is kept apart or, for a regression with the full matrix, every row by leaving it out.
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 30).unsqueeze(1)
@@ -39,21 +38,21 @@ from lapwing.training.loop import Best
 from lapwing.training.train_mode import restore
 
 FULL_WEIGHTS, FULL_WORK = 3_000, 2e11
-"""The full matrix up to so many weights and so much work N C P^2; then Kronecker factors; else diagonal."""
+"""The full matrix up to this many weights and this much work N C P^2; then Kronecker factors; else diagonal."""
 FINAL_UPDATES, FINAL_LEVELS = 10, 2
 STEPS, RATE = 8_000, 2e-2
 PRIOR_STEP, STRETCHES = 3.0, 4
-"""Prior precisions that are tried for classes: each times the step, at most so many, with a quarter of the epochs."""
+"""Classes: the factor between prior precisions, and how many are tried at most, each for a quarter of the epochs."""
 UNSEEN = 5_000
-"""Rows, at most, that are kept apart or left out to check the scale of the covariance with."""
+"""At most this many rows are kept apart, or left out, to check the scale of the covariance."""
 NOISES = "auto", "constant", "varying"
 VARYING_ROWS = 100
 """Fewer rows cannot show how their noise varies."""
 CHANCE = 4.77
-"""Log evidence that noise which varies gains by chance in one of a thousand tables of constant noise: z^2 / 2, z = 3.09
+"""Log evidence that varying noise gains by chance in one of a thousand tables of constant noise: z^2 / 2, z = 3.09
 
-One level is the case of an infinite prior precision of the second head, at the end of what the evidence chooses from,
-so that twice the gain is zero or, as often, chi-squared with one degree of freedom (Self and Liang, 1987)."""
+Constant noise is the limit of an infinite prior precision of the second head, at the edge of what the evidence chooses
+from, so that twice the gain is zero or, as often, chi-squared with one degree of freedom (Self and Liang, 1987)."""
 
 # -- training -------------------------------------------------------------------------------------------------------
 
@@ -105,7 +104,7 @@ def train(
 
 
 def check_noise(noise: str, task: str) -> None:
-    """Before any work: one of those that are known, and none that varies where there is none at all."""
+    """Refuses an unknown kind of noise, and varying noise for classes."""
     if noise not in NOISES:
         raise OptionError(f"noise is {noise!r}; expected one of {list(NOISES)}.")
     if noise == "varying" and task == "classification":
@@ -143,11 +142,11 @@ class _Fitted:
         return self
 
     def settled(self, rows: Pair, held_out: Pair | None) -> BaseLaplace:
-        """The posterior of all rows, on the scale that rows which were not seen prefer.
+        """The posterior of all rows, with its covariance scaled where unseen rows gain by it.
 
-        The evidence measures a width of the posterior by curvature at one point. Softmax outputs of a network that is
-        sure of its training rows have hardly any, and errors of a regression without noise are all of the network's
-        making: rows that were not seen tell, and scale the covariance where they gain by it.
+        The evidence measures the width of the posterior by the curvature at one point. That is nearly zero for a
+        softmax network that is sure of its training rows, and misses the network's own errors in a regression without
+        noise. Unseen rows show both.
         """
         run, laplace = self.run, self.laplace
         if held_out is not None:
@@ -180,13 +179,12 @@ def _climb(run: TableTraining, epochs: int, structure: str, callback: Callback) 
 
 
 def _level(run: TableTraining, epochs: int, structure: str, callback: Callback, noise: str) -> _Fitted:
-    """Amounts: constant noise, and from there, where it is to be tried, noise that varies; the better of both.
+    """Amounts: constant noise and then, where it is to be tried, varying noise from the same weights; the better one.
 
-    Both describe the same targets, so that their evidences compare, and both have gone on for as long, so that it is
-    the noise that makes the difference. The prior of the second head is around the constant noise: what the rows do not
-    show of its variation costs evidence. Chance gains some all the same, up to `CHANCE`; and where steps alone still
-    gain, residuals hold errors of the mean that vary with the inputs, and more steps would remove: as much is not taken
-    for noise.
+    Both describe the same targets and train equally long, so that their evidences compare. The prior of the second head
+    is around constant noise: variation that the rows do not show costs evidence. Varying noise must gain more than
+    `CHANCE`, and more than further training gains with constant noise: while that still gains, the residuals hold
+    errors of the mean, which vary with the inputs and are not noise.
     """
     tried = noise == "varying" or (noise == "auto" and len(run.x) >= VARYING_ROWS)
     further = ceil(epochs / 2)
@@ -232,7 +230,7 @@ def _structure(weights: int, rows: int, spec: Spec) -> str:
 
 
 def _apart(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Pair, Pair | None]:
-    """Rows to train on, and a tenth of them apart (more of few, at most `UNSEEN`); none of a class with few rows."""
+    """Rows to train on, and rows kept apart: a tenth (more of a small table, at most `UNSEEN`), of no rare class."""
     count = min(max(len(x) // 10, min(len(x) // 4, 50)), UNSEEN)
     order = torch.randperm(len(x), generator=generator)
     if not y.dtype.is_floating_point:
