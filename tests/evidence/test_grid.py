@@ -359,7 +359,7 @@ def test_a_loader_without_batches_is_refused() -> None:
 def test_a_bad_batch_is_named() -> None:
     found = classification()
     good = found.batches()[0]
-    with pytest.raises(DataError, match="validation batch 1: found a Tensor; expected a pair"):
+    with pytest.raises(DataError, match="validation batch 1: a batch is a Tensor; expected a pair"):
         found.grid(batches=[good, found.x])
     with pytest.raises(LikelihoodError, match=r"validation batch 1: .*target 4"):
         found.grid(batches=[good, (found.x[:1], torch.tensor([4]))])

@@ -77,7 +77,7 @@ def test_all_targets_zero(seed: int) -> None:
     la.fit([(torch.randn(20, 2, generator=torch.Generator().manual_seed(seed)), torch.zeros(20, 1))])
     la.optimize_prior_precision(optimize_sigma_noise=True)
     torch.testing.assert_close(float(la.sigma_noise), torch.finfo(torch.float32).tiny ** 0.2, rtol=1e-3, atol=0)
-    torch.testing.assert_close(float(la.prior_precision), evidence.tuning.HIGHEST, rtol=1e-3, atol=0)
+    torch.testing.assert_close(float(la.prior_precision), evidence.tuners.HIGHEST, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("fixed_noise", [True, False])
@@ -95,7 +95,7 @@ def test_mackay_comes_to_rest_in_float32(width: int, structure: str, fixed_noise
     close(found.sigma, climbed.sigma)
 
 
-@pytest.mark.parametrize("start", [1.0, evidence.tuning.HIGHEST])
+@pytest.mark.parametrize("start", [1.0, evidence.tuners.HIGHEST])
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
 def test_equal_precisions_of_weight_and_bias_are_left(structure: str, start: float) -> None:
     """The evidence falls by a step where the two part: 13 of 32 searches had stayed where they began."""
@@ -109,7 +109,7 @@ def test_equal_precisions_of_weight_and_bias_are_left(structure: str, start: flo
             la.optimize_prior_precision(prior_structure="layerwise", init_prior_prec=start)
         logs = la.prior_precision.log().requires_grad_()
         (slope,) = torch.autograd.grad(la.log_marginal_likelihood(logs.exp()), logs)
-        inside = (logs.detach().abs() - log(evidence.tuning.HIGHEST)).abs() > evidence.tuning.NEAR
+        inside = (logs.detach().abs() - log(evidence.tuners.HIGHEST)).abs() > evidence.tuners.NEAR
         assert bool(inside.any())
         assert float((slope * inside).abs().max()) < 1e-4
 

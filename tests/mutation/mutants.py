@@ -230,8 +230,8 @@ ABOVE = (
     Mutant(
         "the search for a prior by its slope leaves out the temperature",
         "evidence/tuners.py",
-        "loss = -evidence.log_marginal(found, level, temperature)",
-        "loss = -evidence.log_marginal(found, level)",
+        "loss = -evidence.log_marginal(trial, level, temperature)",
+        "loss = -evidence.log_marginal(trial, level)",
         ("evidence", "laplace/test_tuning.py"),
     ),
     Mutant(
@@ -320,7 +320,7 @@ ABOVE = (
     ),
     Mutant(
         "the prior pulls twice as hard in training",
-        "training/run.py",
+        "training/objective.py",
         "/ (2 * self.points) - fit",
         "/ self.points - fit",
         ("training",),
@@ -394,7 +394,7 @@ APPLICATIONS = (
     Mutant(
         "what an unknown value might have been adds nothing to the variance",
         "tables/bundle.py",
-        "mean[1] += found[0].var(1, correction=min(1, versions.shape[1] - 1))",
+        "mean[1] += said[0].var(1, correction=min(1, versions.shape[1] - 1))",
         "mean[1] += 0.0",
         ("tables/test_bad_tables.py",),
     ),

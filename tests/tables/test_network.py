@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import DataError, OptionError
-from lapwing.evidence import Evidence, GaussianFit
+from lapwing.evidence import Evidence, GaussianFit, Tuned
 from lapwing.linalg import Dense
 from lapwing.metrics import accuracy, gaussian_nll, nll
 from lapwing.priors import Prior
 from lapwing.tables import network as architecture
-from lapwing.tables import steps, tuning
+from lapwing.tables import stretch as stretches
 from lapwing.tables import training as network
 from lapwing.tables.network import Spec, build
-from lapwing.tables.steps import Kept, Progress, Run
+from lapwing.tables.stretch import FitProgress, TableTraining, reestimated
 from lapwing.tables.training import train
+from lapwing.training.loop import Best
 
 
 def wave(rows: int, seed: int = 0, noise: float = 0.1) -> tuple[Tensor, Tensor]:
@@ -143,17 +144,17 @@ def test_the_same_seed_gives_the_same_posterior() -> None:
 
 def test_the_callback_hears_of_every_epoch() -> None:
     x, y = wave(40)
-    told: list[Progress] = []
+    told: list[FitProgress] = []
     train(x, y, "regression", Spec(2, 1, width=5, depth=1), seed=0, epochs=90, callback=told.append)
     assert [each.epoch for each in told] == list(range(1, 91))
     evaluated = [each.log_marginal for each in told if each.log_marginal is not None]
-    assert 5 <= len(evaluated) <= steps.ROUNDS
+    assert 5 <= len(evaluated) <= stretches.LOOKS
     assert told[-1].log_marginal is not None
     assert told[-1].loss < told[0].loss
 
 
 def test_an_interrupt_comes_through() -> None:
-    def stop(progress: Progress) -> None:
+    def stop(progress: FitProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -191,12 +192,13 @@ def test_the_prior_of_classes_goes_where_the_evidence_grows(
     """Each precision is tried from the best weights so far; the evidence is put in place of the training here."""
     seen: list[float] = []
 
-    def stretch(run: Run, epochs: int, rate: float, prior: Prior, sigma: Tensor, *rest: object) -> object:
+    def stretch(run: TableTraining, epochs: int, rate: float, prior: Prior, sigma: Tensor, *rest: object) -> Best:
         weights = {name: value + len(seen) for name, value in run.model.state_dict().items()}
         seen.append(float(prior.precisions[0]))
-        return Kept(-abs(float(prior.precisions[0].log()) - log(best)), prior, sigma, weights)
+        value = -(prior.precisions[0].log() - log(best)).abs()
+        return Best(Tuned(prior, sigma, value, converged=False, rounds=0), epochs, weights)
 
-    monkeypatch.setattr(Run, "stretch", stretch)
+    monkeypatch.setattr(TableTraining, "stretch", stretch)
     x, y = rings(30)
     _, la = train(x, y, "classification", Spec(2, 3, width=4), seed=0, epochs=8, structure="kron")
     assert seen == pytest.approx([1, *tried])
@@ -204,7 +206,7 @@ def test_the_prior_of_classes_goes_where_the_evidence_grows(
 
 
 def test_every_stretch_of_classes_is_told_of() -> None:
-    told: list[Progress] = []
+    told: list[FitProgress] = []
     train(*rings(60), "classification", Spec(2, 3, width=4), seed=0, epochs=8, callback=told.append)
     assert [each.epoch for each in told] == list(range(1, len(told) + 1))
     assert {each.epochs for each in told} == {16}
@@ -214,11 +216,11 @@ def test_every_stretch_of_classes_is_told_of() -> None:
 def test_the_evidence_of_some_rows_is_scaled_to_all_of_them() -> None:
     x, y = wave(64)
     model = build(Spec(2, 1, width=4, depth=1), dtype=torch.float32)
-    la = steps.Laplace(model, "regression", "all", "full")
+    la = stretches.Laplace(model, "regression", "all", "full")
     la.fit([(x, y.unsqueeze(1))] * 3)
     three = la.evidence
     la.fit([(x, y.unsqueeze(1))])
-    scaled = tuning.scaled(la.evidence, 3)
+    scaled = la.evidence.scaled(3)
     prior = Prior.layerwise(la.space, 0.7)
     torch.testing.assert_close(scaled.log_marginal(prior, 0.3), three.log_marginal(prior, 0.3), rtol=1e-4, atol=0)
 
@@ -226,14 +228,14 @@ def test_the_evidence_of_some_rows_is_scaled_to_all_of_them() -> None:
 def test_updates_come_to_rest_where_the_evidence_is_stationary() -> None:
     x, y = wave(80)
     model = build(Spec(2, 1, width=4, depth=1), torch.Generator().manual_seed(0), dtype=torch.float64)
-    la = steps.Laplace(model, "regression", "all", "full")
+    la = stretches.Laplace(model, "regression", "all", "full")
     la.fit([(x.double(), y.double().unsqueeze(1))])
     start = Prior.layerwise(la.space, 1.0)
-    prior, sigma, value = tuning.reestimated(la.evidence, start, torch.ones((), dtype=torch.float64), 300)
-    free = torch.cat([prior.precisions, sigma.reshape(1)]).log().requires_grad_()
-    found = la.evidence.log_marginal(prior.with_precisions(free[:-1].exp()), free[-1].exp())
+    tuned = reestimated(la.evidence, start, torch.ones((), dtype=torch.float64), 300)
+    free = torch.cat([tuned.prior.precisions, tuned.sigma.reshape(1)]).log().requires_grad_()
+    found = la.evidence.log_marginal(start.with_precisions(free[:-1].exp()), free[-1].exp())
     found.backward()
-    assert value == pytest.approx(float(found.detach()))
+    assert float(tuned.log_marginal) == pytest.approx(float(found.detach()))
     inside = (free.detach() > -9.2) & (free.detach() < 13.8)  # bounds of the precisions
     assert free.grad is not None
     assert float((free.grad * inside).abs().max()) < 1e-5
@@ -245,8 +247,8 @@ def test_a_noise_level_remains_when_all_targets_are_determined() -> None:
     evidence = Evidence(Dense(1e12 * torch.eye(30)), torch.ones(30), GaussianFit(10, torch.tensor(4.0)))
     prior = Prior(30, torch.ones(1))
     assert float(evidence.effective_parameters(prior)) > 10
-    _, sigma, _ = tuning.reestimated(evidence, prior, torch.ones(()), 5)
-    assert float(sigma) == pytest.approx(2.0)  # sqrt(4 / 1): one of ten targets is left
+    tuned = reestimated(evidence, prior, torch.ones(()), 5)
+    assert float(tuned.sigma) == pytest.approx(2.0)  # sqrt(4 / 1): one of ten targets is left
 
 
 # -- hard data ------------------------------------------------------------------------------------------------------

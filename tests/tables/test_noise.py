@@ -27,7 +27,7 @@ from lapwing.tables.bundle import Bundle
 from lapwing.tables.estimators import LaplaceRegressor
 from lapwing.tables.fit import fit_table
 from lapwing.tables.network import Spec, build
-from lapwing.tables.steps import Progress, Run
+from lapwing.tables.stretch import FitProgress, TableTraining
 from lapwing.tables.training import train
 
 AMOUNTS = ["mean", "sd", "sd_epistemic", "sd_noise", "lower_90", "upper_90"]
@@ -88,7 +88,7 @@ def test_constant_noise_is_not_taken_for_varying() -> None:
 
 def test_noise_is_as_asked_for_and_few_rows_have_one() -> None:
     options = {"spec": Spec(2, 1, width=4, depth=1), "seed": 0, "epochs": 8}
-    told: list[Progress] = []
+    told: list[FitProgress] = []
     for rows, noise, varies, said in (
         (40, "auto", False, "fewer than 100 rows"),
         (40, "varying", True, "varies with the inputs, as asked for"),
@@ -129,7 +129,7 @@ def test_the_level_of_noise_that_varies_is_where_the_evidence_is_largest() -> No
     plain = build(Spec(2, 1, width=4, depth=1), torch.Generator().manual_seed(0))
     model = architecture.with_heads(plain, 1.0, x)  # the noise head says nothing yet: no weight of the mean moves l
     spec = Spec(2, 1, width=4, depth=1, varying=True)
-    run = Run(model, spec, x, y, "regression", 16, torch.Generator().manual_seed(0))
+    run = TableTraining(model, spec, x, y, "regression", 16, torch.Generator().manual_seed(0))
     la = run.laplace("full")
     prior = Prior.layerwise(la.space, [0.3, 0.5, 1.0])
 

@@ -21,7 +21,7 @@ from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Po
 from lapwing.params import ParamSpace
 from lapwing.priors import Prior
 from lapwing.tangent import Tangent
-from lapwing.training.marginal_likelihood import Epoch, Hyper, adam, train
+from lapwing.training import Epoch, Hyper, adam, train
 
 N, D = 40, 3
 NEWTON = {"max_iter": 50, "line_search_fn": "strong_wolfe", "tolerance_grad": 1e-11, "tolerance_change": 0.0}

@@ -27,7 +27,7 @@ Batches = Iterable[Any]
 
 
 class Wrapped(ABC):
-    """Batches that come from others: whoever needs several passes asks whether those can be gone through again."""
+    """Batches made from other batches, `source`, which decide whether there can be a second pass."""
 
     @property
     @abstractmethod
@@ -43,7 +43,7 @@ def one_shot(batches: Batches) -> bool:
 
 @dataclass
 class Watched(Wrapped):
-    """Batches whose outputs and log-likelihoods somebody wants to know: a fit learns its loss in the same pass.
+    """Batches that report their outputs and log-likelihoods, so that a fit learns its loss in the same pass.
 
     `saw` is told the outputs, the targets and log p(y | f) [B] of every batch, and `start` that a pass begins.
     """
@@ -63,7 +63,7 @@ class Watched(Wrapped):
 
 @dataclass
 class Repeated:
-    """Batches that are gone through more than once: a later pass that differs in number is an error, not less data."""
+    """Batches for several passes; a later pass with another number of batches is an error."""
 
     batches: Batches
     first: int | None = None
@@ -83,7 +83,7 @@ class Repeated:
 
 
 def repeated(batches: Batches) -> Batches:
-    """Batches for an estimator that needs several passes; whoever watches them is told of each."""
+    """Batches for an estimator that needs several passes; `Watched` ones report every pass."""
     if isinstance(batches, Watched):
         return replace(batches, batches=repeated(batches.batches))
     if one_shot(batches):
@@ -135,7 +135,7 @@ def pulled(
 
 
 def observe(batches: Batches, likelihood: Likelihood, value: Tensor, y: Any) -> None:
-    """Checks the outputs and targets of a batch, and tells whoever watches the batches."""
+    """Checks the outputs and targets of a batch, and reports them if the batches are `Watched`."""
     log_prob = check_loss(likelihood, value, y)
     if isinstance(batches, Watched):
         batches.saw(value, y, log_prob)
@@ -186,15 +186,21 @@ def check_independent(tangent: Tangent, x: Any) -> None:
         tangent.at(x)
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
-    """(inputs, targets) of a batch."""
+def pair(batch: Any, which: str = "a batch") -> tuple[Any, Any]:
+    """(inputs, targets) of a batch; an error calls it `which`."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
     raise DataError(
-        f"a batch is a {type(batch).__name__}{size}; expected a pair (inputs, targets), where inputs may be a tensor, "
+        f"{which} is a {type(batch).__name__}{size}; expected a pair (inputs, targets), where inputs may be a tensor, "
         "a tuple or a mapping. Give a loader of pairs, or a list of them: [(x, y)]."
     )
+
+
+def pairs(batches: Batches) -> Iterator[tuple[Any, Any]]:
+    """(inputs, targets) of every batch; an error names the batch that is no pair."""
+    for number, batch in enumerate(batches):
+        yield pair(batch, f"batch {number}")
 
 
 def numbered(batches: Batches) -> Iterator[tuple[int, Any]]:
@@ -211,9 +217,10 @@ def no_batch() -> DataError:
 
 
 @contextmanager
-def named(number: int) -> Iterator[None]:
-    """Errors say which batch is at fault."""
+def named(batch: int | str) -> Iterator[None]:
+    """Errors begin with the batch at fault: its number, or its name in words."""
     try:
         yield
     except LapwingError as error:
-        raise type(error)(f"batch {number}: {error}") from error
+        name = f"batch {batch}" if isinstance(batch, int) else batch
+        raise type(error)(f"{name}: {error}") from error

@@ -24,8 +24,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.errors import CurvatureError, DataError, LapwingError, LapwingWarning, OptionError
-from lapwing.estimate.data_pass import check_loss
+from lapwing.errors import CurvatureError, DataError, LapwingWarning, OptionError
+from lapwing.estimate.data_pass import check_loss, named, pair
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, LinearMap
 from lapwing.linalg.checks import check_precisions
@@ -172,19 +172,13 @@ def _batches(
     candidates: Candidates,
 ) -> Iterator[Batch]:
     empty = True
-    for number, pair in enumerate(batches):
+    for number, batch in enumerate(batches):
         empty = False
-        try:
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise DataError(
-                    f"found a {type(pair).__name__}; expected a pair (inputs, targets). Give a loader of pairs, or a "
-                    "list of them: [(x, y)]."
-                )
-            linear = tangent_at(pair[0])
-            check_loss(how.likelihood, linear.value, pair[1])
-            found = how.batch(curvature, linear, candidates, pair[1])
-        except LapwingError as error:
-            raise type(error)(f"validation batch {number}: {error}") from error
+        with named(f"validation batch {number}"):
+            x, y = pair(batch)
+            linear = tangent_at(x)
+            check_loss(how.likelihood, linear.value, y)
+            found = how.batch(curvature, linear, candidates, y)
         yield found
     if empty:
         raise DataError(

@@ -8,7 +8,7 @@ curvature is decomposed once; every further evaluation costs O(P) or so and is d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import pi
 
 import torch
@@ -26,6 +26,10 @@ class GaussianFit:
 
     targets: int
     squares: Float[Tensor, ""]
+
+    def __mul__(self, scale: float | int) -> GaussianFit:
+        """The fit of `scale` times as many rows of the same kind."""
+        return GaussianFit(round(self.targets * scale), self.squares * scale)
 
     def log_likelihood(self, sigma: Tensor) -> Float[Tensor, ""]:
         """sum log N(y | f*, sigma^2)."""
@@ -63,6 +67,12 @@ class Evidence:
     @property
     def has_noise(self) -> bool:
         return isinstance(self.fit, GaussianFit)
+
+    def scaled(self, scale: float | int) -> Evidence:
+        """The evidence of `scale` times as many rows of the same kind."""
+        if scale == 1:
+            return self
+        return replace(self, curvature=self.curvature * scale, fit=self.fit * scale)
 
     def precision(self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Precision:
         """The posterior precision."""

@@ -1,7 +1,8 @@
 """Hyper-parameters from the evidence: by its gradient, or by MacKay's fixed point. No data pass; one decomposition.
 
     gradient   L-BFGS on log precisions and log sigma, to convergence
-    mackay     alpha = gamma / |theta - mean|^2 per group, sigma^2 = SSE / (N - gamma), repeated until it stands still
+    updates    alpha = gamma / |theta - mean|^2 per group, sigma^2 = SSE / (N - gamma), one after the other
+    mackay     these updates, until they come to rest
 
 Both end at a stationary point of the evidence. MacKay's updates need no line search but take many rounds where gamma is
 nearly the number of parameters; the gradient method also handles priors for which a group has no effect on the data.
@@ -13,7 +14,9 @@ lower end of it.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import log
 
 import torch
@@ -27,7 +30,7 @@ from lapwing.priors import Prior
 LOWEST, HIGHEST = 1e-10, 1e10
 """Range of precisions: a group that the data say nothing about would otherwise go to infinity."""
 NEAR = 1e-2
-"""Distance of a logarithm from its bound within which a search has ended there: it has no slope of zero to show."""
+"""A logarithm this close to its bound counts as ended there, though its slope is not zero."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +70,13 @@ def gradient(
     def closure() -> float:
         free.grad = None
         with torch.enable_grad():
-            found, level = read()
-            loss = -evidence.log_marginal(found, level, temperature)
+            trial, level = read()
+            loss = -evidence.log_marginal(trial, level, temperature)
             # a step beyond the bounds must lead back: without a slope there the search would end where it fell
             loss = loss + (free - free.detach().clamp(low, high)).square().sum()
         if not bool(torch.isfinite(loss)):
             raise CurvatureError(
-                f"the evidence is {float(-loss.detach())} at prior precisions {found.precisions.tolist()[:5]}, sigma "
+                f"the evidence is {float(-loss.detach())} at prior precisions {trial.precisions.tolist()[:5]}, sigma "
                 f"{float(level.detach()):.3g}; expected a finite number. Start from other values."
             )
         loss.backward()
@@ -96,8 +99,8 @@ def gradient(
         held = ((at <= low + NEAR) & (free.grad > 0)) | ((at >= high - NEAR) & (free.grad < 0))
         rest = float(torch.where(held, 0.0, free.grad).abs().max()) if len(free) else 0.0
         with torch.no_grad():
-            found, level = read()
-            value = evidence.log_marginal(found, level, temperature)
+            trial, level = read()
+            value = evidence.log_marginal(trial, level, temperature)
         # the sum has terms as large as the targets are many, and its rounding hides slopes below this
         terms = 1 + float(value.abs()) + (evidence.fit.targets if isinstance(evidence.fit, GaussianFit) else 0)
         converged = rest <= max(100 * tolerance, torch.finfo(free.dtype).eps ** 0.5 * terms)
@@ -112,7 +115,59 @@ def gradient(
             apart = torch.linspace(0, NEAR, len(start), dtype=free.dtype, device=free.device)
             with torch.no_grad():
                 free[: len(start)] -= torch.where(at[: len(start)] > 0, apart, -apart)
-    return _checked(Tuned(_detached(found), level.detach(), value, converged, taken), "gradient")
+    return _checked(Tuned(_detached(trial), level.detach(), value, converged, taken), "gradient")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far MacKay's updates may go. The defaults are those of a search that comes to rest at given weights."""
+
+    precisions: tuple[float, float] = (LOWEST, HIGHEST)
+    noise: tuple[float, float] | None = None
+    """Lowest and highest sigma; None for `GaussianFit.noise_range()`."""
+    factor: float | None = None
+    """The largest factor by which one update may change a precision or sigma."""
+    spared: int | None = None
+    """One target in this many is always left to estimate the noise from; None makes it an error if none is left."""
+
+
+@torch.no_grad()
+def updates(
+    evidence: Evidence,
+    prior: Prior,
+    sigma: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    *,
+    fixed_noise: bool = False,
+    limits: Limits | None = None,
+) -> Iterator[tuple[Prior, Float[Tensor, ""], Float[Tensor, " groups"]]]:
+    """MacKay's updates without end: (prior, sigma) after each, and the gamma [groups] they were computed from.
+
+    alpha = gamma / |theta - mean|^2 per group, sigma^2 = SSE / (N - gamma). An update costs one evaluation of the
+    effective parameters: O(P) once the curvature is decomposed.
+    """
+    limits = limits or Limits()
+    squares = prior.sums((evidence.mean - prior.mean).square())
+    level = torch.as_tensor(sigma, dtype=squares.dtype, device=squares.device)
+    squares = squares.clamp_min(torch.finfo(squares.dtype).tiny)
+    prior = _detached(prior)
+    while True:
+        gamma = evidence.effective_parameters(prior, level, temperature).clamp_min(0)
+        precisions = _limited(gamma / squares, prior.precisions, limits.factor, limits.precisions)
+        if isinstance(fit := evidence.fit, GaussianFit) and not fixed_noise:
+            # at temperature T the evidence counts every target as 1 / T of one
+            left = fit.targets - float(temperature) * evidence.noise_power / 2 * gamma.sum()
+            if limits.spared is not None:
+                left = left.clamp_min(fit.targets / limits.spared)
+            elif bool(left <= 0):
+                raise CurvatureError(
+                    f"the data determine {float(gamma.sum()):.1f} parameters with {fit.targets} targets, "
+                    "which leaves nothing to estimate the noise from; expected fewer. Fix sigma, or start from a "
+                    "larger prior precision."
+                )
+            level = _limited((fit.squares / left).sqrt(), level, limits.factor, limits.noise or fit.noise_range())
+        prior = prior.with_precisions(precisions)
+        yield prior, level, gamma
 
 
 def mackay(
@@ -126,33 +181,36 @@ def mackay(
     tolerance: float = 1e-8,
 ) -> Tuned:
     """MacKay's re-estimation of one precision per group, and of the noise level where it is not fixed."""
-    squares = prior.sums((evidence.mean - prior.mean).square())
-    level = torch.as_tensor(sigma, dtype=squares.dtype, device=squares.device)
-    found, converged, taken = _detached(prior), False, 0
+    before, converged, taken = _detached(prior), False, 0
+    level = torch.as_tensor(sigma, dtype=evidence.mean.dtype, device=evidence.mean.device)
+    steps = updates(evidence, before, level, temperature, fixed_noise=fixed_noise)
     with torch.no_grad():
-        while not converged and taken < rounds:
+        for after, fresh, gamma in islice(steps, rounds):
             taken += 1
-            gamma = evidence.effective_parameters(found, level, temperature).clamp_min(0)
-            precisions = (gamma / squares.clamp_min(torch.finfo(squares.dtype).tiny)).clamp(LOWEST, HIGHEST)
-            fresh = level
-            if isinstance(evidence.fit, GaussianFit) and not fixed_noise:
-                # at temperature T the evidence counts every target as 1 / T of one
-                left = evidence.fit.targets - float(temperature) * evidence.noise_power / 2 * gamma.sum()
-                if bool(left <= 0):
-                    raise CurvatureError(
-                        f"the data determine {float(gamma.sum()):.1f} parameters with {evidence.fit.targets} targets, "
-                        "which leaves nothing to estimate the noise from; expected fewer. Fix sigma, or start from a "
-                        "larger prior precision."
-                    )
-                fresh = (evidence.fit.squares / left).sqrt().clamp(*evidence.fit.noise_range())
-            moved = (precisions / found.precisions).log().abs()
+            moved = (after.precisions / before.precisions).log().abs()
             # gamma is the difference of two numbers up to P, and its rounding moves the precisions for ever
-            blur = 8 * torch.finfo(gamma.dtype).eps * (found.entries() / gamma).nan_to_num(1).clamp(1, 1e4)
+            blur = 8 * torch.finfo(gamma.dtype).eps * (before.entries() / gamma).nan_to_num(1).clamp(1, 1e4)
             within = blur.clamp_min(tolerance)
             converged = bool((moved < within).all()) and bool((fresh / level).log().abs() < within.max())
-            found, level = found.with_precisions(precisions), fresh
-        value = evidence.log_marginal(found, level, temperature)
-    return _checked(Tuned(found, level, value, converged, taken), "mackay")
+            before, level = after, fresh
+            if converged:
+                break
+        value = evidence.log_marginal(before, level, temperature)
+    return _checked(Tuned(before, level, value, converged, taken), "mackay")
+
+
+def share_left(gamma: Float[Tensor, " groups"], targets: int) -> Float[Tensor, ""]:
+    """1 - gamma / N: the share of N targets that no parameter of the mean uses up, at least a tenth.
+
+    For noise that is an output of the network: the last group of the prior is the head that gives the noise, and has no
+    part in the mean.
+    """
+    return (1 - gamma[:-1].clamp_min(0).sum() / targets).clamp_min(0.1)
+
+
+def _limited(value: Tensor, before: Tensor, factor: float | None, bounds: tuple[float, float]) -> Tensor:
+    near = value if factor is None else value.clamp(before / factor, before * factor)
+    return near.clamp(*bounds)
 
 
 def _bounds(free: Tensor, precisions: int, noise: tuple[float, float]) -> tuple[Tensor, Tensor]:

@@ -27,12 +27,12 @@ from torch import Tensor
 from lapwing.errors import DataError
 from lapwing.estimate.data_pass import check_loss
 from lapwing.evidence import GaussianFit
+from lapwing.evidence.tuners import share_left
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.data import Pairs
 from lapwing.laplace.predictions import moments
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 from lapwing.predictive import Amounts, counts, probit
-from lapwing.tables.tuning import share_left
 
 COVARIANCE = torch.logspace(-3, 3, 61, dtype=torch.float64)
 NOISE = torch.logspace(-1.5, 1, 51, dtype=torch.float64)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from rich.progress import track
-from torch import Tensor
 
 from lapwing.errors import MissingKeyError
 from lapwing.estimate.data_pass import Wrapped, no_batch, one_shot
-from lapwing.evidence import GaussianFit
+from lapwing.evidence.seen import Seen
 from lapwing.tangent.inputs import moved
+
+__all__ = ["Pairs", "Seen", "Tracked", "peek"]
 
 
 @dataclass(frozen=True)
@@ -64,38 +65,3 @@ def peek(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
     for first in iterator:
         return first, chain([first], iterator) if one_shot(loader) else loader
     raise no_batch()
-
-
-@dataclass
-class Seen:
-    """What a pass over the data has seen: points, the log-likelihood or the squared residuals, the outputs' shape."""
-
-    regression: bool
-    points: int = 0
-    targets: int = 0
-    total: Tensor | float = 0.0
-    shape: torch.Size | None = field(default=None)
-
-    def start(self) -> None:
-        self.points, self.targets, self.total, self.shape = 0, 0, 0.0, None
-
-    def saw(self, value: Tensor, y: Tensor, log_prob: Tensor) -> None:
-        self.points += len(value)
-        self.targets += value.numel()
-        # sequences may have another length in every batch; the shape of the first says how many outputs there are
-        self.shape = value.shape[1:] if self.shape is None else self.shape
-        self.total = self.total + (squares(value, y) if self.regression else log_prob.double().sum())
-
-    def fit(self, dtype: torch.dtype) -> Tensor | GaussianFit:
-        assert isinstance(self.total, Tensor)
-        total = self.total.detach().to(dtype)
-        return GaussianFit(self.targets, total) if self.regression else total
-
-
-def squares(value: Tensor, y: Tensor) -> Tensor:
-    """The sum of squared residuals; none counts as less than 1.2e-7 of its target, the rounding of float32.
-
-    Also in float64: a noise level below that would multiply the curvature, and its rounding, by more than 1e14.
-    """
-    rounding = max(torch.finfo(value.dtype).eps, torch.finfo(torch.float32).eps) * y.double()
-    return torch.maximum((value - y).double().square(), rounding.square()).sum()

@@ -56,7 +56,7 @@ def marglik_training(
     Returns (posterior, model, negative log evidence at every hyper-step, loss of every epoch). The model has the
     weights with the largest evidence, and every module the mode it came with. A scheduler takes a step per batch.
     """
-    structure = choose(prior_structure, [each.value for each in PriorStructure], "prior_structure")
+    structure = choose(prior_structure, [known.value for known in PriorStructure], "prior_structure")
     for name, instead in (("prior_precision", "prior_prec_init"), ("sigma_noise", "sigma_noise_init")):
         if name in options:
             raise OptionError(f"{name} was given, which training finds; expected its start, {instead}.")
@@ -84,7 +84,7 @@ def marglik_training(
     pairs = Pairs(train_loader, dict_key_y, space.device)
     with Progress(disable=not progress_bar) as progress:
         task = progress.add_task("training", total=n_epochs)
-        found = training.train(
+        trained = training.train(
             model,
             pairs,
             laplace.distribution,
@@ -107,11 +107,11 @@ def marglik_training(
             generator=generator,
             callback=lambda _: progress.advance(task),
         )
-    laplace.prior_precision = found.prior.precisions
+    laplace.prior_precision = trained.prior.precisions
     if laplace.has_noise:
-        laplace.sigma_noise = found.sigma
+        laplace.sigma_noise = trained.sigma
     laplace.fit(pairs, generator=generator)
-    return laplace, model, [-value for value in found.steps], list(found.losses)
+    return laplace, model, [-value for value in trained.steps], list(trained.losses)
 
 
 def _start(space: ParamSpace, structure: str, precision: float | int) -> torch.Tensor:

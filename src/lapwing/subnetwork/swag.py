@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lapwing.errors import DataError, ParameterError
-from lapwing.estimate.data_pass import named
+from lapwing.estimate.data_pass import named, pairs
 from lapwing.likelihoods import Likelihood
 from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import Called, batch_size
@@ -55,10 +55,7 @@ def swag_variance(
     squares = torch.zeros_like(mean)
     for epoch in range(1, snapshots * every + 1):
         number = -1
-        for number, batch in enumerate(loader):
-            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                raise DataError(f"batch {number} is a {type(batch).__name__}; expected a pair (inputs, targets).")
-            x, y = batch
+        for number, (x, y) in enumerate(pairs(loader)):
             with named(number), torch.enable_grad():
                 f = functional_call(caller, state, (x,))
                 likelihood.check(f, y)

@@ -62,15 +62,15 @@ SMALLEST = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Raw:
-    """What the network says of n rows, as it is trained, and the variance of that; amounts are standardised.
+    """Outputs of the network for n rows, and their variances; amounts are standardised.
 
-    Where a value of a row is unknown, it is the mean over what it may have been, and the variance that of the mixture.
+    For a row with an unknown value: the mean over what the value may have been, and the variance of that mixture.
     """
 
     value: Float[Tensor, "n outputs"]
     variance: Float[Tensor, "n outputs"]
     strange: Bool[Tensor, " n"]
-    """Rows of which the table alone says that they are unlike the data."""
+    """Rows that are unlike the data by their entries alone, whatever the network says."""
     plain: Float[Tensor, "n outputs"]
     """Softmax of the outputs: probabilities of the network alone, for classes."""
     probable: Float[Tensor, "n outputs"]
@@ -79,7 +79,7 @@ class Raw:
     @staticmethod
     def joined(parts: Sequence[Raw]) -> Raw:
         """One after the other; at least one."""
-        return Raw(*(torch.cat([getattr(part, each.name) for part in parts]) for each in fields(Raw)))
+        return Raw(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Raw)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,13 +171,13 @@ class Bundle:
         A row with unknown values costs as much as `EXAMPLES` others.
         """
         unknown = x.isnan().any(1)
-        found = torch.empty(4, len(x), self.la.n_outputs, dtype=torch.float64)
+        said = torch.empty(4, len(x), self.la.n_outputs, dtype=torch.float64)
         if not bool(unknown.all()):
-            found[:, ~unknown] = torch.cat([self._said(part) for part in x[~unknown].split(self.batch)], 1)
+            said[:, ~unknown] = torch.cat([self._said(part) for part in x[~unknown].split(self.batch)], 1)
         if bool(unknown.any()):
             parts = x[unknown].split(max(1, self.batch // len(self.encoder.examples)))
-            found[:, unknown] = torch.cat([self._said_of_any(part) for part in parts], 1)
-        value, variance, plain, probable = found
+            said[:, unknown] = torch.cat([self._said_of_any(part) for part in parts], 1)
+        value, variance, plain, probable = said
         return Raw(value, variance, self.encoder.strange(x), plain, probable)
 
     @torch.no_grad()
@@ -191,18 +191,18 @@ class Bundle:
     def _said_of_any(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "4 rows outputs"]:
         """The same on average over what unknown inputs may be; how much that matters adds to the variance."""
         versions = self.encoder.versions(x)
-        found = self._said(versions.flatten(0, 1)).unflatten(1, versions.shape[:2])
-        mean = found.mean(2)
-        mean[1] += found[0].var(1, correction=min(1, versions.shape[1] - 1))  # files from before have one example
+        said = self._said(versions.flatten(0, 1)).unflatten(1, versions.shape[:2])
+        mean = said.mean(2)
+        mean[1] += said[0].var(1, correction=min(1, versions.shape[1] - 1))  # files from before have one example
         return mean
 
     def amounts(self, raw: Raw) -> Amounts:
         """Predictions of the posterior, in the unit of the target."""
         if self.spec.varying:
-            found = Amounts.of_heads(raw.value, raw.variance)
+            amounts = Amounts.of_heads(raw.value, raw.variance)
         else:
-            found = Amounts.of_sigma(raw.value, raw.variance, self.la.sigma_noise)
-        return found.rescaled(self.target.deviation, self.target.mean)
+            amounts = Amounts.of_sigma(raw.value, raw.variance, self.la.sigma_noise)
+        return amounts.rescaled(self.target.deviation, self.target.mean)
 
     def amounts_map(self, raw: Raw) -> Amounts:
         """Predictions of the network alone, with noise that holds for its errors as well: see `point_noise`."""
@@ -225,16 +225,16 @@ class Bundle:
         known = self.familiarity(raw)
         percent = f"{100 * level:g}"
         if self.task == "regression":
-            found = self.amounts(raw)
-            half = found.half(level)
-            lower, upper = self.conformal.interval(found.mean, found.deviation, level)
+            amounts = self.amounts(raw)
+            half = amounts.half(level)
+            lower, upper = self.conformal.interval(amounts.mean, amounts.deviation, level)
             columns: dict[str, Any] = {
-                "mean": found.mean,
-                "sd": found.deviation,
+                "mean": amounts.mean,
+                "sd": amounts.deviation,
                 "sd_epistemic": known,
-                "sd_noise": found.noise,
-                f"lower_{percent}": found.mean - half,
-                f"upper_{percent}": found.mean + half,
+                "sd_noise": amounts.noise,
+                f"lower_{percent}": amounts.mean - half,
+                f"upper_{percent}": amounts.mean + half,
                 f"conformal_lower_{percent}": lower,
                 f"conformal_upper_{percent}": upper,
             }
@@ -330,7 +330,10 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
     if type(seed) is not int or seed < 0:
         raise StorageError(f"the seed is {seed!r:.40}; expected a whole number >= 0.")
     if ood.rows < 1 or len(summary.rows) != 2 or not all(isinstance(note, str) for note in notes):
-        raise StorageError("the flag is of no row, the scores not of two methods, or a note no text; expected all.")
+        raise StorageError(
+            f"the flag is of {ood.rows} rows, the scores are of {len(summary.rows)} methods, or a note is not text; "
+            "expected at least one row, two methods, and text."
+        )
     state = {**stored["laplace"], **_under("laplace.", tensors)}
     model, laplace = restored(spec, target.task, _under("model.", tensors), state)
     return Bundle(
@@ -350,7 +353,7 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
 
 
 def _check_sizes(encoder: Encoder, target: Target, spec: Spec) -> None:
-    """Columns, classes and network are of one size, and of one that a fit makes: a level is a row in memory."""
+    """Columns, classes and network fit each other, and are no larger than a fit makes them: levels take memory."""
     if target.words and len(target.words) != len(target.classes):
         raise StorageError(f"{len(target.words)} words stand for {len(target.classes)} classes; expected one for each.")
     if target.task not in ("regression", "classification"):

@@ -98,7 +98,7 @@ class Conformal:
 
 @dataclass(frozen=True)
 class Unfamiliar:
-    """When a row counts as out of distribution: sd_epistemic above a threshold that held-out rows seldom pass."""
+    """A row counts as out of distribution if its sd_epistemic is above a threshold that held-out rows rarely reach."""
 
     threshold: float
     level: float

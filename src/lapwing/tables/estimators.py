@@ -9,8 +9,8 @@ the full matrix). All arithmetic is in float64. Needs scikit-learn: `pip install
 
     >>> import numpy as np
     >>> X = np.linspace(-2, 2, 40).reshape(-1, 1)
-    >>> found = LaplaceRegressor(width=10, depth=1, epochs=200, random_state=0).fit(X, X[:, 0] ** 2)
-    >>> mean, std = found.predict([[0.5], [6.0]], return_std=True)
+    >>> fitted = LaplaceRegressor(width=10, depth=1, epochs=200, random_state=0).fit(X, X[:, 0] ** 2)
+    >>> mean, std = fitted.predict([[0.5], [6.0]], return_std=True)
     >>> bool(std[1] > 5 * std[0])                                  # far from the data it does not know
     True
 """
@@ -191,12 +191,12 @@ class LaplaceRegressor(RegressorMixin, _Estimator):
                 outputs = torch.cat([self.model_(part) for part in x.split(ROWS)])
             return self._shaped(outputs[:, : len(self._y_scale)].numpy())
         parts = [self.laplace_(part, diagonal_output=True) for part in x.split(ROWS)]
-        value, variance = (torch.cat(each) for each in zip(*parts, strict=True))
+        value, variance = (torch.cat(part) for part in zip(*parts, strict=True))
         if self.spec_.varying:
-            found = Amounts.of_heads(value, variance)
+            amounts = Amounts.of_heads(value, variance)
         else:
-            found = Amounts.of_sigma(value, variance, self.laplace_.sigma_noise)
-        mean, std = (each.reshape(len(x), -1).numpy() for each in (found.mean, found.deviation))
+            amounts = Amounts.of_sigma(value, variance, self.laplace_.sigma_noise)
+        mean, std = (moment.reshape(len(x), -1).numpy() for moment in (amounts.mean, amounts.deviation))
         return self._shaped(mean), self._shaped(std, shift=False)
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
@@ -241,8 +241,8 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probability of each class, [N, C], in the order of `classes_`."""
         x = self._checked(X)
-        found = torch.cat([_tensor(self.laplace_(part)) for part in x.split(ROWS)]).double()
-        return (found / found.sum(1, keepdim=True)).numpy()
+        p = torch.cat([_tensor(self.laplace_(part)) for part in x.split(ROWS)]).double()
+        return (p / p.sum(1, keepdim=True)).numpy()
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable label."""

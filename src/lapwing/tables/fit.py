@@ -32,6 +32,7 @@ from lapwing.tables.encoder import Encoder, learn
 from lapwing.tables.network import Spec, as_trained
 from lapwing.tables.reading import Table, find_column, open_table
 from lapwing.tables.scoring import Summary
+from lapwing.tables.stretch import FitProgress
 from lapwing.tables.targets import (
     CALIBRATION,
     MARKS,
@@ -43,7 +44,7 @@ from lapwing.tables.targets import (
     read_target,
     split,
 )
-from lapwing.tables.training import Progress, check_noise, train
+from lapwing.tables.training import check_noise, train
 
 NUMBERS = 2**27
 """Inputs that are kept in memory at a time: half a gigabyte."""
@@ -100,7 +101,7 @@ def fit_table(
     spec = spec or Spec(1, 1)
     spec = replace(spec, inputs=len(encoder.inputs), outputs=wanted.outputs)
 
-    def trained(now: Progress) -> None:
+    def trained(now: FitProgress) -> None:
         tell("training", now.epoch / now.epochs)
 
     with _threads(len(x["train"])):
@@ -139,8 +140,8 @@ def calibrated(bundle: Bundle, x: Tensor, y: Tensor) -> Bundle:
     """The bundle with conformal scores and the threshold of the flag from rows that were held out."""
     raw = bundle.raw(x)
     if bundle.task == "regression":
-        alone, found = bundle.amounts_map(raw), bundle.amounts(raw)
-        plain, scores = (amount_scores(each.mean, each.deviation, y) for each in (alone, found))
+        both = bundle.amounts_map(raw), bundle.amounts(raw)
+        plain, scores = (amount_scores(amounts.mean, amounts.deviation, y) for amounts in both)
     else:
         plain, scores = class_scores(raw.plain, y), class_scores(bundle.probabilities(raw), y)
     known = bundle.familiarity(raw)
@@ -198,7 +199,7 @@ def _standardised(target: Target, values: np.ndarray) -> Target:
 def _notes(
     target: Target, encoder: Encoder, values: np.ndarray, parts: np.ndarray, counts: dict[str, int]
 ) -> list[str]:
-    """What a user should know of how the table was taken, in words."""
+    """What a user should know about how the table was used, in words."""
     notes = [target.reason]
     without = int((~present(values)).sum())
     if without:
@@ -230,9 +231,9 @@ def _notes(
 
 
 def _better(bundle: Bundle, x: Tensor, y: np.ndarray, learnt: np.ndarray) -> str:
-    """What to say where predictions are not shown to be better than ones that know nothing of a row; else nothing.
+    """A note if predictions are not shown to beat ones that ignore the columns; else nothing.
 
-    Compared are log-likelihoods of the rows to test: shown is a mean gain above two of its standard errors.
+    They are shown to if the log-likelihood of the test rows gains, on average, more than two standard errors.
     """
     raw, targets = bundle.raw(x), torch.from_numpy(y)
     if bundle.task == "regression":

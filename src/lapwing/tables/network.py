@@ -22,7 +22,7 @@ from lapwing.errors import OptionError
 KINDS = "mlp", "resnet"
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 GAINS = {"tanh": 5 / 3, "relu": 2**0.5, "silu": 2**0.5}
-"""Standard deviation of initial weights times the root of their number, which keeps the scale from layer to layer."""
+"""Standard deviation of initial weights, times the root of the number of inputs: keeps the scale between layers."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Residual(nn.Module):
 class Heads(nn.Module):
     """C means and C log-variances of the same features: [B, width] to [B, 2 C].
 
-    Log-variances are `level` plus a linear map of the features, less their `centre`, so that a prior around zero is one
-    around constant noise. The level is no weight: as sigma for constant noise, it is tuned by the evidence.
+    Log-variances are `level` plus a linear map of the features less their `centre`, so that a prior around zero is one
+    around constant noise. The level is not a weight: like sigma for constant noise, it is tuned by the evidence.
     """
 
     level: Tensor

@@ -1,4 +1,4 @@
-"""Dataclasses of plain values from what JSON has of them, with every field of the type that it says it has.
+"""Dataclasses of plain values, made from JSON, with the type of every field checked.
 
 >>> from dataclasses import dataclass
 >>> @dataclass
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def typed(kind: type[T], stored: Mapping[str, Any]) -> T:
-    """`kind(**stored)`; a `DataError` where a field is unknown, or holds something else than it should."""
+    """`kind(**stored)`; a `DataError` where a field is unknown or of another type."""
     hints = get_type_hints(kind)
     unknown = [name for name in stored if name not in hints]
     if unknown:
@@ -34,9 +34,9 @@ def _value(value: Any, hint: Any, name: str) -> Any:
     if get_origin(hint) is UnionType:
         return None if value is None else _value(value, get_args(hint)[0], name)
     if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
-        return tuple(_value(each, get_args(hint)[0], name) for each in value)
+        return tuple(_value(entry, get_args(hint)[0], name) for entry in value)
     if get_origin(hint) is dict and isinstance(value, dict):
-        return {str(key): _value(each, get_args(hint)[1], name) for key, each in value.items()}
+        return {str(key): _value(entry, get_args(hint)[1], name) for key, entry in value.items()}
     if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
         return typed(hint, value)
     if hint is float and type(value) is int:

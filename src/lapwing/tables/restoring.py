@@ -1,7 +1,7 @@
 """A network for a table and its posterior from plain tensors and numbers, as bundles and estimators keep them.
 
-Nothing is allocated but what is given: the number of layers and their shapes are compared with the tensors first, so
-that a description cannot ask for more memory or time than its file takes.
+The number of layers and their shapes are compared with the tensors before anything is allocated, so that a description
+cannot ask for more memory or time than its file takes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def restored(
     (dtype,) = dtypes.values()
     model = blank(spec, dtype)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in weights.items()}
-    if found != shapes:
-        name = next(name for name in {**found, **shapes} if found.get(name) != shapes.get(name))
-        raise StorageError(f"{name!r} has shape {found.get(name)}; expected {shapes.get(name)}, as the network has.")
+    given = {name: tuple(value.shape) for name, value in weights.items()}
+    if given != shapes:
+        name = next(name for name in {**given, **shapes} if given.get(name) != shapes.get(name))
+        raise StorageError(f"{name!r} has shape {given.get(name)}; expected {shapes.get(name)}, as the network has.")
     model.load_state_dict(weights, assign=True)
     kind = POSTERIORS.get(state["cls_name"])
     if kind is None:

@@ -62,7 +62,7 @@ class Summary:
 
     @staticmethod
     def from_dict(stored: Mapping[str, Any]) -> Summary:
-        names = [each.name for each in fields(Row)]
+        names = [field.name for field in fields(Row)]
         rows = [{name: row[name] for name in names} for row in stored["rows"]]
         return typed(Summary, {**stored, "rows": rows})
 

@@ -1,4 +1,4 @@
-"""What is to be predicted: amounts or classes, found from the column and said in words; and which rows serve what.
+"""The target of a fit, amounts or classes as its column suggests; and the split of rows for training and checks.
 
     target = read_target(table, "price", kinds["price"])      # Target, and values [rows] (NaN or -1 where missing)
     parts = split(values, target, seed=0)                     # [rows] int8: UNUSED, TRAIN, CALIBRATION, TEST
@@ -156,7 +156,7 @@ def choose_task(name: str, kind: Kind, task: str = "auto") -> tuple[str, str]:
 
 
 def split(values: np.ndarray, target: Target, seed: int, most: int | None = None) -> np.ndarray:
-    """Which part every row serves, at random by seed; for classes each part has about the same share of each.
+    """The part of every row, drawn by the seed; every part has about the same share of each class.
 
     Of more than `most` usable rows that many are drawn at random; rows without a target are not used.
     """
@@ -210,7 +210,7 @@ def _codes(words: Series, place: Mapping[str, int]) -> np.ndarray:
 
 
 def _spread(values: np.ndarray) -> np.ndarray:
-    """Rows (in random order already) sorted by class, so that equally spaced ones have each class in its share."""
+    """Rows (already in random order) sorted by class, so that equally spaced ones hold every class in proportion."""
     return np.argsort(values, kind="stable")
 
 
@@ -222,9 +222,9 @@ def _natural(word: str) -> tuple[int, float, str]:
 
 
 def _constant(name: str, value: str | None = None) -> DataError:
-    found = f" ({value!r})" if value is not None else ""
+    shown = f" ({value!r})" if value is not None else ""
     return DataError(
-        f"the target {name!r} has the same value{found} in every row, so that there is nothing to learn; expected at "
+        f"the target {name!r} has the same value{shown} in every row, so that there is nothing to learn; expected at "
         f"least two different ones, besides {MARKS}. Was the right column chosen?"
     )
 

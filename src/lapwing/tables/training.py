@@ -2,15 +2,14 @@
 
     x [N, D] float, standardised       y [N] or [N, C] float, standardised, or [N] class numbers 0 .. C - 1
 
-Steps of Adam on the weights alternate with looks at the Laplace evidence (`lapwing.tables.steps`). For a
+Steps of Adam on the weights alternate with looks at the Laplace evidence (`lapwing.tables.stretch`). For a
 regression each look updates precisions (one per layer) and sigma; for classes one precision goes by factors of three,
 with further steps under each, as long as the evidence grows. The weights with the largest evidence are kept; they need
-not be at a mode. A regression then goes on, for half as long, with a second head that says how the noise varies with
-the inputs, and as long without one; noise that varies is kept where its evidence is larger by more than chance and
-training that has not come to its end would make it. The final curvature is of
-all rows: full [P, P] where P and the work N C P^2 are small, Kronecker factors otherwise. Last, the scale of the
-covariance is checked with rows that were not seen (`lapwing.laplace.calibration`): a tenth that is kept apart, or,
-for a regression with the full matrix, every row by leaving it out.
+not be at a mode. A regression then trains on for half as long, once with a second head for noise that varies with the
+inputs and once without; varying noise is kept if its evidence is larger by more than chance and further training would
+explain. The final curvature is of all rows: full [P, P] where P and the work N C P^2 are small, Kronecker factors
+otherwise. Last, the scale of the covariance is checked with unseen rows (`lapwing.laplace.calibration`): a tenth that
+is kept apart or, for a regression with the full matrix, every row by leaving it out.
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 30).unsqueeze(1)
@@ -22,7 +21,6 @@ for a regression with the full matrix, every row by leaving it out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, log, log2
 
@@ -35,24 +33,26 @@ from lapwing.laplace import BaseLaplace
 from lapwing.laplace.calibration import ERRORS, calibrate, leave_one_out, rescale
 from lapwing.priors import Prior
 from lapwing.tables.network import Spec, build, with_heads
-from lapwing.tables.steps import EVIDENCE_ROWS, FACTOR, Clock, Kept, Pair, Progress, Run, batches
+from lapwing.tables.stretch import EVIDENCE_ROWS, FACTOR, Callback, Clock, Pair, TableTraining, batches
+from lapwing.training.loop import Best
+from lapwing.training.train_mode import restore
 
 FULL_WEIGHTS, FULL_WORK = 3_000, 2e11
-"""The full matrix up to so many weights and so much work N C P^2; then Kronecker factors; else diagonal."""
+"""The full matrix up to this many weights and this much work N C P^2; then Kronecker factors; else diagonal."""
 FINAL_UPDATES, FINAL_LEVELS = 10, 2
 STEPS, RATE = 8_000, 2e-2
 PRIOR_STEP, STRETCHES = 3.0, 4
-"""Prior precisions that are tried for classes: each times the step, at most so many, with a quarter of the epochs."""
+"""Classes: the factor between prior precisions, and how many are tried at most, each for a quarter of the epochs."""
 UNSEEN = 5_000
-"""Rows, at most, that are kept apart or left out to check the scale of the covariance with."""
+"""At most this many rows are kept apart, or left out, to check the scale of the covariance."""
 NOISES = "auto", "constant", "varying"
 VARYING_ROWS = 100
 """Fewer rows cannot show how their noise varies."""
 CHANCE = 4.77
-"""Log evidence that noise which varies gains by chance in one of a thousand tables of constant noise: z^2 / 2, z = 3.09
+"""Log evidence that varying noise gains by chance in one of a thousand tables of constant noise: z^2 / 2, z = 3.09
 
-One level is the case of an infinite prior precision of the second head, at the end of what the evidence chooses from,
-so that twice the gain is zero or, as often, chi-squared with one degree of freedom (Self and Liang, 1987)."""
+Constant noise is the limit of an infinite prior precision of the second head, at the edge of what the evidence chooses
+from, so that twice the gain is zero or, as often, chi-squared with one degree of freedom (Self and Liang, 1987)."""
 
 # -- training -------------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def train(
     epochs: int | None = None,
     batch_size: int | None = None,
     noise: str = "auto",
-    callback: Callable[[Progress], object] | None = None,
+    callback: Callback = None,
     structure: str = "auto",
     dtype: torch.dtype = torch.float64,
 ) -> tuple[nn.Module, BaseLaplace]:
@@ -95,7 +95,7 @@ def train(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} is {value!r}; expected a whole number >= 1, or None.")
     epochs = ceil(STEPS / ceil(len(x) / size)) if epochs is None else epochs
-    run = Run(model, spec, x, y, task, size, generator)
+    run = TableTraining(model, spec, x, y, task, size, generator)
     if task == "classification":
         fitted = _climb(run, epochs, structure, callback)
     else:
@@ -104,7 +104,7 @@ def train(
 
 
 def check_noise(noise: str, task: str) -> None:
-    """Before any work: one of those that are known, and none that varies where there is none at all."""
+    """Refuses an unknown kind of noise, and varying noise for classes."""
     if noise not in NOISES:
         raise OptionError(f"noise is {noise!r}; expected one of {list(NOISES)}.")
     if noise == "varying" and task == "classification":
@@ -118,35 +118,35 @@ def check_noise(noise: str, task: str) -> None:
 class _Fitted:
     """A run at its end, the posterior of its rows, and the log evidence."""
 
-    run: Run
+    run: TableTraining
     laplace: BaseLaplace
     log_marginal: float
 
     @staticmethod
-    def of(run: Run, kept: Kept, structure: str) -> _Fitted:
+    def of(run: TableTraining, kept: Best, structure: str) -> _Fitted:
         """Prior and noise go on from those of the training, under the curvature of all rows."""
         laplace = run.laplace(structure)
         laplace.fit(batches(run.x, run.y), generator=run.generator)
-        prior, sigma, value = run.tuned(laplace.evidence, kept.prior, kept.sigma, FINAL_UPDATES)
+        tuned = run.tuned(laplace.evidence, kept.tuned.prior, kept.tuned.sigma, FINAL_UPDATES)
         for _ in range(FINAL_LEVELS * run.spec.varying):  # the level is part of the network, and of its curvature
-            run.relevel(laplace.evidence, prior, torch.arange(len(run.x)))
+            run.relevel(laplace.evidence, tuned.prior, torch.arange(len(run.x)))
             laplace.fit(batches(run.x, run.y), generator=run.generator)
-            prior, sigma, value = run.tuned(laplace.evidence, prior, sigma, FINAL_UPDATES)
+            tuned = run.tuned(laplace.evidence, tuned.prior, tuned.sigma, FINAL_UPDATES)
         if laplace.has_noise:
-            laplace.sigma_noise = sigma
-        laplace.prior_precision = prior.precisions
-        return _Fitted(run, laplace, value)
+            laplace.sigma_noise = tuned.sigma
+        laplace.prior_precision = tuned.prior.precisions
+        return _Fitted(run, laplace, float(tuned.log_marginal))
 
     def saying(self, choice: str) -> _Fitted:
         self.laplace.choices = (choice,)
         return self
 
     def settled(self, rows: Pair, held_out: Pair | None) -> BaseLaplace:
-        """The posterior of all rows, on the scale that rows which were not seen prefer.
+        """The posterior of all rows, with its covariance scaled where unseen rows gain by it.
 
-        The evidence measures a width of the posterior by curvature at one point. Softmax outputs of a network that is
-        sure of its training rows have hardly any, and errors of a regression without noise are all of the network's
-        making: rows that were not seen tell, and scale the covariance where they gain by it.
+        The evidence measures the width of the posterior by the curvature at one point. That is nearly zero for a
+        softmax network that is sure of its training rows, and misses the network's own errors in a regression without
+        noise. Unseen rows show both.
         """
         run, laplace = self.run, self.laplace
         if held_out is not None:
@@ -159,33 +159,32 @@ class _Fitted:
         return laplace
 
 
-def _climb(run: Run, epochs: int, structure: str, callback: Callable[[Progress], object] | None) -> _Fitted:
+def _climb(run: TableTraining, epochs: int, structure: str, callback: Callback) -> _Fitted:
     """Classes: one precision, by factors, as long as the evidence of the weights it leads to grows."""
     quarter = ceil(epochs / 4)
     clock = Clock(epochs + STRETCHES * quarter, callback)
     best = start = _first(run, epochs, clock)
     factors, tried = [PRIOR_STEP, 1 / PRIOR_STEP], 0
     while factors and tried < STRETCHES:
-        run.put(best)
-        prior = best.prior.with_precisions(best.prior.precisions * factors[0])
-        found = run.stretch(quarter, RATE / 4, prior, best.sigma, clock)
+        restore(run.model, best.weights)
+        prior = best.tuned.prior.with_precisions(best.tuned.prior.precisions * factors[0])
+        after = run.stretch(quarter, RATE / 4, prior, best.tuned.sigma, clock)
         tried += 1
-        if found.score > best.score:
-            best = found
+        if after.log_marginal > best.log_marginal:
+            best = after
         else:
             factors = factors[1:] if best is start else []
-    run.put(best)
+    restore(run.model, best.weights)
     return _Fitted.of(run, best, structure)
 
 
-def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress], object] | None, noise: str) -> _Fitted:
-    """Amounts: constant noise, and from there, where it is to be tried, noise that varies; the better of both.
+def _level(run: TableTraining, epochs: int, structure: str, callback: Callback, noise: str) -> _Fitted:
+    """Amounts: constant noise and then, where it is to be tried, varying noise from the same weights; the better one.
 
-    Both describe the same targets, so that their evidences compare, and both have gone on for as long, so that it is
-    the noise that makes the difference. The prior of the second head is around the constant noise: what the rows do not
-    show of its variation costs evidence. Chance gains some all the same, up to `CHANCE`; and where steps alone still
-    gain, residuals hold errors of the mean that vary with the inputs, and more steps would remove: as much is not taken
-    for noise.
+    Both describe the same targets and train equally long, so that their evidences compare. The prior of the second head
+    is around constant noise: variation that the rows do not show costs evidence. Varying noise must gain more than
+    `CHANCE`, and more than further training gains with constant noise: while that still gains, the residuals hold
+    errors of the mean, which vary with the inputs and are not noise.
     """
     tried = noise == "varying" or (noise == "auto" and len(run.x) >= VARYING_ROWS)
     further = ceil(epochs / 2)
@@ -196,16 +195,17 @@ def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
         said = f"The noise is the same for all rows, {'as asked for' if noise == 'constant' else few}."
         return _Fitted.of(run, kept, structure).saying(said)
     some = run.x[:: ceil(len(run.x) / EVIDENCE_ROWS)]  # from all over the table, which may be sorted
-    model = with_heads(run.model, 2 * log(float(kept.sigma)), some)
+    before, sigma = kept.tuned.prior, kept.tuned.sigma
+    model = with_heads(run.model, 2 * log(float(sigma)), some)
     other = replace(run, model=model, spec=replace(run.spec, varying=True))
-    precisions = torch.cat([kept.prior.precisions, torch.ones_like(kept.prior.precisions[:1])])
+    precisions = torch.cat([before.precisions, torch.ones_like(before.precisions[:1])])
     prior = Prior.layerwise(other.laplace("diag").space, precisions)
-    varying = _Fitted.of(other, other.stretch(further, RATE / 4, prior, torch.ones_like(kept.sigma), clock), structure)
+    varying = _Fitted.of(other, other.stretch(further, RATE / 4, prior, torch.ones_like(sigma), clock), structure)
     if noise == "varying":
         return varying.saying("The noise varies with the inputs, as asked for.")
-    end = run.stretch(further, RATE / 4, kept.prior, kept.sigma, clock)
+    end = run.stretch(further, RATE / 4, before, sigma, clock)
     constant = _Fitted.of(run, end, structure)
-    charge = CHANCE + max(0.0, end.score - kept.score)
+    charge = CHANCE + max(0.0, end.log_marginal - kept.log_marginal)
     gain = varying.log_marginal - constant.log_marginal - charge
     by = f"probable than one level for all (log evidence {gain:+.1f} beyond {charge:.1f} for chance and steps)"
     if gain > 0:
@@ -213,7 +213,7 @@ def _level(run: Run, epochs: int, structure: str, callback: Callable[[Progress],
     return constant.saying(f"The noise is the same for all rows; that it varies is less {by}.")
 
 
-def _first(run: Run, epochs: int, clock: Clock) -> Kept:
+def _first(run: TableTraining, epochs: int, clock: Clock) -> Best:
     """From the initial weights, under a unit prior per layer."""
     prior = Prior.layerwise(run.laplace("diag").space, 1.0)
     return run.stretch(epochs, RATE, prior, torch.ones_like(prior.precisions[0]), clock)
@@ -230,7 +230,7 @@ def _structure(weights: int, rows: int, spec: Spec) -> str:
 
 
 def _apart(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Pair, Pair | None]:
-    """Rows to train on, and a tenth of them apart (more of few, at most `UNSEEN`); none of a class with few rows."""
+    """Rows to train on, and rows kept apart: a tenth (more of a small table, at most `UNSEEN`), of no rare class."""
     count = min(max(len(x) // 10, min(len(x) // 4, 50)), UNSEEN)
     order = torch.randperm(len(x), generator=generator)
     if not y.dtype.is_floating_point:

@@ -1,13 +1,15 @@
 """Training procedures that use the posterior while they run: `marglik`, training by the marginal likelihood.
 
-marglik    `train`: weights and hyper-parameters in turn, and the record of a run
-hyper      `adam`: steps of the hyper-parameters up the evidence
-run        passes over the data: an epoch of steps on the weights, an evaluation of the evidence
-options    what a run is asked for, checked
-borrowed   modes, random numbers and weights of the model that a run is lent
+marginal_likelihood   `train`: weights and hyper-parameters in turn, and the record of a run
+loop                  the training loop, which networks for tables use as well
+objective             what a run asks of the data: gradients for the weights, and the evidence
+evidence_ascent       `adam`: steps of the hyper-parameters up the evidence
+options               what a run is asked for, checked
+train_mode            train mode and random numbers for the length of a run, and copies of the weights
 """
 
 from lapwing.training.evidence_ascent import Hyper, adam
-from lapwing.training.marginal_likelihood import Epoch, Trained, train
+from lapwing.training.loop import Epoch
+from lapwing.training.marginal_likelihood import Trained, train
 
 __all__ = ["Epoch", "Hyper", "Trained", "adam", "train"]

@@ -1,6 +1,6 @@
-"""Adam up the evidence: steps on log precisions [groups] and log sigma, at weights that stay where they are.
+"""Adam up the evidence: steps on log precisions [groups] and log sigma, at fixed weights.
 
-Between two calls the weights may move; the moments of the steps, [groups] or [groups + 1] of them, go on in a `Hyper`.
+The weights may change between two calls; a `Hyper` keeps Adam's moments, [groups] or [groups + 1] of each.
 The curvature is decomposed once for all steps of a call; a step is an evaluation of log Z and of its gradient.
 """
 
@@ -31,7 +31,7 @@ class Hyper:
 
     @staticmethod
     def of(prior: Prior, noise: bool) -> Hyper:
-        """At rest, for one log precision per group, and log sigma where there is `noise` to tune."""
+        """Fresh moments for one log precision per group, and for log sigma where there is `noise` to tune."""
         free = torch.zeros(len(prior.precisions) + noise, dtype=prior.precisions.dtype, device=prior.precisions.device)
         free.requires_grad_()
         return Hyper(free, torch.optim.Adam([free]))
@@ -75,11 +75,11 @@ def adam(
     def climb() -> Tensor:
         state.optimiser.zero_grad()
         with torch.enable_grad():
-            found, now = read()
-            value = evidence.log_marginal(found, now, temperature)
+            trial, now = read()
+            value = evidence.log_marginal(trial, now, temperature)
         if not bool(torch.isfinite(value)):
             raise CurvatureError(
-                f"the evidence is {float(value.detach())} at prior precisions {found.precisions.tolist()[:5]}, sigma "
+                f"the evidence is {float(value.detach())} at prior precisions {trial.precisions.tolist()[:5]}, sigma "
                 f"{float(now.detach()):.3g}; expected a finite number. Start from other values, or use a smaller lr."
             )
         (-value).backward()
@@ -96,5 +96,5 @@ def adam(
     rest = float((free.grad * inside).abs().max())
     converged = rest <= torch.finfo(free.dtype).eps ** 0.5 * float(1 + value.abs())
     with torch.no_grad():
-        found, now = read()
-    return Tuned(found, now.clone(), value, converged, steps)
+        trial, now = read()
+    return Tuned(trial, now.clone(), value, converged, steps)

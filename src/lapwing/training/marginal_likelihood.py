@@ -34,19 +34,10 @@ from lapwing.params import ParamSpace
 from lapwing.priors import Prior
 from lapwing.tangent import Tangent
 from lapwing.training.evidence_ascent import Hyper, adam
+from lapwing.training.loop import Epoch, TrainingLoop
+from lapwing.training.objective import Estimator, Objective, count
 from lapwing.training.options import built, check_numbers, starting_noise, starting_prior
-from lapwing.training.run import Estimator, Run, advance, count
-from lapwing.training.train_mode import copied, following, restore, training_mode
-
-
-@dataclass(frozen=True, eq=False)
-class Epoch:
-    """What a callback is told after an epoch; `tuned` is None where the evidence was not evaluated."""
-
-    number: int
-    loss: float
-    tuned: Tuned | None
-    best: bool
+from lapwing.training.train_mode import following, training_mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,37 +117,51 @@ def train(
         check_numbers(points=points)
     space = ParamSpace.of(model)
     noise = starting_noise(likelihood, sigma, space, fixed_noise)
-    now, has_noise = starting_prior(prior, precision, space), noise is not None
-    level = torch.ones_like(now.precisions[0]) if noise is None else noise
-    state = Hyper.of(now, has_noise and not fixed_noise)
+    start, has_noise = starting_prior(prior, precision, space), noise is not None
+    level = torch.ones_like(start.precisions[0]) if noise is None else noise
+    hyper = Hyper.of(start, has_noise and not fixed_noise)
+    losses, values, evaluated, best_evidence = [], [], [], []
+
+    def tune(evidence: Evidence, prior: Prior, sigma: Tensor) -> Tuned:
+        options = {"temperature": temperature, "fixed_noise": fixed_noise, "state": hyper}
+        return adam(evidence, prior, sigma, hyper_steps, hyper_lr, **options)
+
+    def told(epoch: Epoch, evidence: Evidence | None) -> None:
+        losses.append(epoch.loss)
+        if epoch.tuned is not None:
+            values.append(float(epoch.tuned.log_marginal))
+            evaluated.append(epoch.number)
+        if epoch.best:
+            best_evidence[:] = [evidence]
+        if callback is not None:
+            callback(epoch)
+
     with training_mode(model), following(generator, space.device):
         first, counted = count(loader, points)
         tangent = Tangent(model, space)
-        run = Run(loader, likelihood, tangent, estimator, has_noise, temperature, counted, noise_power)
-        run.check(first, now, generator)
+        objective = Objective(loader, likelihood, tangent, estimator, has_noise, temperature, counted, noise_power)
+        objective.check(first, start, generator)
         optimiser = built(optimizer_cls, list(tangent.parameters.values()), optimizer_kwargs or {"lr": 1e-3})
         scheduler = None if scheduler_cls is None else built(scheduler_cls, optimiser, scheduler_kwargs or {})
-        losses, values, evaluated, best = [], [], [], None
-        for number in range(1, epochs + 1):
-            losses.append(run.epoch(number, optimiser, now, float(level), scheduler if scheduler_per_batch else None))
-            if not scheduler_per_batch:
-                advance(scheduler, losses[-1])
-            tuned, better = None, False
-            if number == epochs or (number > burn_in and number % every == 0):
-                evidence = run.evidence(generator)
-                options = {"temperature": temperature, "fixed_noise": fixed_noise, "state": state}
-                tuned = adam(evidence, now, level, hyper_steps, hyper_lr, **options)
-                now, level = tuned.prior, tuned.sigma
-                values.append(float(tuned.log_marginal))
-                evaluated.append(number)
-                better = best is None or values[-1] > float(best[0].log_marginal)
-                if better:
-                    best = tuned, evidence, number, copied(model)
-            if callback is not None:
-                callback(Epoch(number, losses[-1], tuned, better))
-        assert best is not None
-        tuned, evidence, number, weights = best
-        optimiser.zero_grad(set_to_none=True)
-        restore(model, weights)
-    history = tuple(values), tuple(losses)
-    return Trained(tuned.prior, tuned.sigma, *history, evidence, number, weights, tuple(evaluated), tuple(state.values))
+        loop = TrainingLoop(
+            model,
+            loader,
+            optimiser,
+            objective.under,
+            lambda: objective.evidence(generator),
+            tune,
+            scheduler,
+            scheduler_per_batch,
+        )
+        best = loop.run(start, level, epochs, lambda number: number > burn_in and number % every == 0, told)
+    return Trained(
+        prior=best.tuned.prior,
+        sigma=best.tuned.sigma,
+        log_marginals=tuple(values),
+        losses=tuple(losses),
+        evidence=best_evidence[0],
+        best_epoch=best.number,
+        state=best.weights,
+        evaluated=tuple(evaluated),
+        steps=tuple(hyper.values),
+    )

@@ -27,7 +27,7 @@ STRUCTURES: dict[str, Callable[..., Prior]] = {
 
 
 def check_numbers(**values: float | int) -> None:
-    """Counts are at least 1 (or 0, where nothing is something to ask for), rates and temperature are positive."""
+    """Counts are at least 1 (`burn_in` and `steps` at least 0); rates and temperature are finite and positive."""
     least = {"epochs": 1, "every": 1, "burn_in": 0, "steps": 0, "points": 1}
     for name, value in values.items():
         if name in least and value < least[name]:
@@ -37,7 +37,7 @@ def check_numbers(**values: float | int) -> None:
 
 
 def starting_prior(prior: Prior | str, precision: float | int | Tensor, space: ParamSpace) -> Prior:
-    """The prior given, if it is over all weights; for the name of a structure, one that has `precision` everywhere."""
+    """The prior as given, checked for size; or, by the name of a structure, a new one with `precision` everywhere."""
     if isinstance(prior, str):
         if prior not in STRUCTURES:
             near = get_close_matches(prior, STRUCTURES, n=1)

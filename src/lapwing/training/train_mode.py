@@ -1,7 +1,6 @@
-"""A model on loan: train mode and torch's random numbers while a run lasts, and copies of parameters and buffers.
+"""Train mode and torch's random numbers for the length of a run, and copies of parameters and buffers by name.
 
-A copy has every parameter and buffer by name, in its own shape and dtype: the memory of the model. Nothing else is kept
-but a flag per module and the state of a generator.
+A copy takes the memory of the model; the rest is a flag per module and the state of a generator.
 """
 
 from __future__ import annotations

@@ -1,0 +1,132 @@
+"""The training loop: epochs of steps on the weights, with looks at the evidence in between, keeping the best weights.
+
+    epoch   a step per batch, on a gradient under the present prior and noise
+    look    the evidence at the weights as they are, and the prior and noise that it leads to
+
+What is minimised, what a look costs and when there is one are the caller's. The loop keeps one copy of parameters and
+buffers: those of the look with the largest log Z.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.errors import DataError
+from lapwing.estimate.data_pass import named, pairs
+from lapwing.evidence import Evidence, Tuned
+from lapwing.priors import Prior
+from lapwing.tangent.inputs import batch_size
+from lapwing.training.train_mode import copied, restore
+
+Gradient = Callable[[Any, Any], tuple[float, float]]
+"""(x, y) -> (loss per data point, what was differentiated): leaves the gradient in the parameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class Epoch:
+    """What a callback is told after an epoch; `tuned` is None where the evidence was not evaluated."""
+
+    number: int
+    loss: float
+    tuned: Tuned | None
+    best: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Best:
+    """Weights with the largest evidence, at the end of epoch `number`; the prior and noise that they led to."""
+
+    tuned: Tuned
+    number: int
+    weights: dict[str, Tensor]
+
+    @property
+    def log_marginal(self) -> float:
+        return float(self.tuned.log_marginal)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingLoop:
+    """What does not change while a model is trained.
+
+    `objective` makes the gradient of an epoch from the prior and the noise level. A scheduler takes a step per epoch,
+    or per batch.
+    """
+
+    model: nn.Module
+    batches: Iterable[Any]
+    optimiser: torch.optim.Optimizer
+    objective: Callable[[Prior, float], Gradient]
+    evidence: Callable[[], Evidence]
+    tune: Callable[[Evidence, Prior, Tensor], Tuned]
+    scheduler: Any = None
+    scheduler_per_batch: bool = False
+
+    def run(
+        self,
+        prior: Prior,
+        sigma: Tensor,
+        epochs: int,
+        due: Callable[[int], bool],
+        callback: Callable[[Epoch, Evidence | None], object],
+    ) -> Best:
+        """Trains from where the model is, and leaves it with the best weights.
+
+        There is a look after each epoch that is `due`, and after the last. The callback is told of every epoch, with
+        the evidence of its look.
+        """
+        best: Best | None = None
+        for number in range(1, epochs + 1):
+            loss = self.epoch(number, prior, float(sigma))
+            if not self.scheduler_per_batch:
+                advance(self.scheduler, loss)
+            evidence, tuned, better = None, None, False
+            if number == epochs or due(number):
+                evidence = self.evidence()
+                tuned = self.tune(evidence, prior, sigma)
+                prior, sigma = tuned.prior, tuned.sigma
+                better = best is None or float(tuned.log_marginal) > best.log_marginal
+                if better:
+                    best = Best(tuned, number, copied(self.model))
+            callback(Epoch(number, loss, tuned, better), evidence)
+        assert best is not None
+        self.optimiser.zero_grad(set_to_none=True)
+        restore(self.model, best.weights)
+        return best
+
+    def epoch(self, number: int, prior: Prior, sigma: float) -> float:
+        """One pass of steps; the mean of the loss over data points."""
+        gradient = self.objective(prior, sigma)
+        total = taken = 0
+        for batch, (x, y) in enumerate(pairs(self.batches)):
+            losses: list[float] = []
+
+            def closure(x: Any = x, y: Any = y, losses: list[float] = losses) -> float:
+                self.optimiser.zero_grad()
+                with torch.enable_grad():
+                    loss, value = gradient(x, y)
+                losses.append(loss)
+                return value
+
+            with named(f"epoch {number}, batch {batch}"):
+                weight = batch_size(x)
+                self.optimiser.step(closure)
+            if self.scheduler_per_batch:
+                advance(self.scheduler, losses[0])
+            total, taken = total + weight * losses[0], taken + weight
+        if not taken:
+            raise DataError(f"the loader yields no batch in epoch {number}; expected it to start again in each epoch.")
+        return total / taken
+
+
+def advance(scheduler: Any, loss: float) -> None:
+    """A step of the scheduler, if there is one; a kind that looks at the loss is told the loss."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    elif scheduler is not None:
+        scheduler.step()
