@@ -49,11 +49,11 @@ class Kind:
 
 def infer(chunks: Iterable[Frame]) -> dict[str, Kind]:
     """The kind of every column, from all rows."""
-    probes: dict[str, Probe] = {}
+    tallies: dict[str, Tally] = {}
     for frame in chunks:
         for name in frame.columns:
-            probes.setdefault(name, Probe(name)).see(frame[name])
-    return {name: probe.kind() for name, probe in probes.items()}
+            tallies.setdefault(name, Tally(name)).see(frame[name])
+    return {name: tally.kind() for name, tally in tallies.items()}
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _dates(words: Series, form: str) -> Series:
 
 
 @dataclass(eq=False)
-class Probe:
+class Tally:
     """What is known of a column after some of its rows."""
 
     name: str
