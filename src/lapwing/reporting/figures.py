@@ -1,23 +1,16 @@
-"""All figures of a report as one dictionary, and the page as a file that appears whole or not at all."""
+"""All figures of a report as one dictionary: what the page shows, and has inside it as JSON."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
 from lapwing.errors import DataError
 from lapwing.laplace import BaseLaplace
 from lapwing.reporting import statistics
 from lapwing.reporting.observations import SHOWN_COLUMNS, Observations
 from lapwing.reporting.predictions import Classes, Counts, Numbers
-from lapwing.reporting.words import number
-from lapwing.serialize import replacing
-from lapwing.serialize.files import check_writable
-
-Figures = dict[str, Any]
+from lapwing.reporting.words import Figures, number
 
 
 def collect(
@@ -78,25 +71,6 @@ def collect(
         "classes": [str(name) for name in classes] if classes is not None else None,
         "choices": [*choices, *la.choices, *own],
     }
-
-
-def check_early(path: str | os.PathLike[str]) -> None:
-    """Before the work: whether the page can be written, as far as its folder is there."""
-    if Path(path).parent.is_dir():
-        check_writable(path)
-
-
-def write(path: str | os.PathLike[str], text: str) -> None:
-    """The file appears whole or not at all, and its folder where there is none."""
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"cannot write {target}: {error.strerror}; expected a folder that can be written to."
-        ) from error
-    with replacing(target) as partial:
-        partial.write_text(text, encoding="utf-8")
 
 
 def _facts(la: BaseLaplace, observed: Observations, found: Figures | None, noise: float | None) -> list[str]:

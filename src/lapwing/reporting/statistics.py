@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, log
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,12 +18,12 @@ from lapwing.errors import CurvatureError
 from lapwing.laplace import BaseLaplace
 from lapwing.reporting.observations import Observations
 from lapwing.reporting.predictions import SOURCES, Classes, Counts, Numbers, Source
+from lapwing.reporting.words import Figures
 from lapwing.tables.conformal import amount_scores, class_scores, quantile
 
 DENSE = 4000
 """Parameters up to which a full curvature is spelled out in float64."""
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-Figures = dict[str, Any]
 
 
 def summary(data: Numbers | Counts | Classes) -> list[Figures]:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from lapwing.errors import DataError
 from lapwing.metrics import entropy
-from lapwing.reporting.figures import Figures, check_early, collect, write
+from lapwing.reporting.figures import collect
 from lapwing.reporting.observations import OUTSIDE_ROWS, SHOWN_COLUMNS, Observations, disturbed
-from lapwing.reporting.page import render
+from lapwing.reporting.page import check_early, write
 from lapwing.reporting.predictions import Classes, Numbers
 from lapwing.reporting.statistics import LEVELS
-from lapwing.reporting.words import number
+from lapwing.reporting.words import Figures, number
 from lapwing.serialize.files import sha256
 from lapwing.tables.bundle import Bundle, Raw, score
 from lapwing.tables.conformal import quantile
@@ -102,7 +102,7 @@ def report_table(
         row["columns"] = [_shown(value) for value in held.shown.iloc[at].tolist()]
         row["row"] = int(held.rows[at])
     tell("drawing", 0.3)
-    write(path, render(figures))
+    write(path, figures)
     tell("drawing", 1.0)
     return figures | {"looked_at": held.rows.tolist()}
 
