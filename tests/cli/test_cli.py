@@ -340,7 +340,7 @@ def test_ctrl_c_is_exit_code_130(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     def stopped(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lapwing.tables.inspecting.inspected", stopped)
+    monkeypatch.setattr("lapwing.cli.inspecting.inspected", stopped)
     result = run("inspect", folder / "houses.lapwing", "--json")
     assert result.exit_code == 130
     assert result.stderr == "Error: stopped before the end; no unfinished file is left.\n"
@@ -409,7 +409,7 @@ def test_a_defect_is_said_to_be_one(folder: Path, monkeypatch: pytest.MonkeyPatc
     def broken(path: Path) -> None:
         raise RuntimeError("a defect [bold]of ours[/bold]")
 
-    monkeypatch.setattr("lapwing.tables.inspecting.inspected", broken)
+    monkeypatch.setattr("lapwing.cli.inspecting.inspected", broken)
     result = run("inspect", folder / "houses.lapwing")
     assert result.exit_code == 1
     assert (

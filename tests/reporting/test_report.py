@@ -19,9 +19,9 @@ from lapwing.errors import DataError, LikelihoodError, NotFittedError
 from lapwing.laplace import BaseLaplace
 from lapwing.likelihoods import Categorical, Gaussian, from_function
 from lapwing.predictive import Amounts
-from lapwing.reporting import numbers, report
-from lapwing.reporting.observations import Observed, disturbed, observe
-from lapwing.reporting.page import as_json
+from lapwing.reporting import report, statistics
+from lapwing.reporting.observations import Observations, disturbed, observe
+from lapwing.reporting.page import plain_values
 from lapwing.reporting.predictions import Classes, Numbers
 from unchanged import unchanged
 
@@ -113,7 +113,7 @@ def test_every_posterior_has_its_page(tmp_path: Path, task: str, subset: str, st
     assert len(page.all("h2")) >= HEADINGS
     assert figures["task"] == ("classification" if task in ("classification", "binary") else "regression")
     assert figures["rows"] == 60
-    assert json.loads(page.json) == json.loads(as_json(figures))
+    assert json.loads(page.json) == json.loads(json.dumps(plain_values(figures), allow_nan=False))
     assert sum(figures["effective"]["size"]) == la.space.size
 
 
@@ -219,7 +219,7 @@ def within(found: float, share: float, n: int) -> bool:
 
 
 def test_intervals_of_right_predictions_cover_what_they_promise() -> None:
-    found = numbers.coverage(gaussian())
+    found = statistics.coverage(gaussian())
     for level, laplace, conformal in zip(
         found["levels"], found["laplace"]["covered"], found["conformal"]["covered"], strict=True
     ):
@@ -229,21 +229,21 @@ def test_intervals_of_right_predictions_cover_what_they_promise() -> None:
 
 
 def test_conformal_intervals_cover_also_where_predictions_are_wrong() -> None:
-    found = numbers.coverage(gaussian(factor=3.0))
+    found = statistics.coverage(gaussian(factor=3.0))
     assert found["laplace"]["covered"][4] < 0.6
     assert within(found["conformal"]["covered"][4], 0.9, 10_000)
     assert found["conformal"]["width"][4] > 2 * found["laplace"]["width"][4]
 
 
 def test_the_transform_of_right_predictions_is_flat() -> None:
-    found = numbers.transform(gaussian())
+    found = statistics.transform(gaussian())
     assert sum(found["laplace"]) == pytest.approx(20)
     assert all(within(share / 20, 0.05, 20_000) for share in found["laplace"])
     assert found["network"][0] > 1.3
 
 
 def test_errors_are_as_large_as_predicted() -> None:
-    found = numbers.errors(gaussian())
+    found = statistics.errors(gaussian())
     assert len(found["error"]) == 10
     for predicted, error in zip(found["predicted"], found["error"], strict=True):
         assert error == pytest.approx(predicted, rel=0.1)
@@ -252,11 +252,11 @@ def test_errors_are_as_large_as_predicted() -> None:
 def test_sets_and_reliability_of_classes() -> None:
     p = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.1, 0.1, 0.8]], dtype=torch.float64)
     found = Classes(torch.tensor([0, 1, 0]), p, p, torch.ones(3, dtype=torch.float64))
-    sets = numbers.coverage(found)["laplace"]
+    sets = statistics.coverage(found)["laplace"]
     assert sets["covered"][0] == pytest.approx(1 / 3)  # at 50%: {0}, {0}, {2}
     assert sets["width"][0] == 1.0
     assert sets["covered"][4] == pytest.approx(1.0)  # at 90%: {0, 1}, {0, 1}, {2, 0 or 1}
-    reliability = numbers.reliability(found)["laplace"]
+    reliability = statistics.reliability(found)["laplace"]
     assert reliability["count"] == [1, 1, 1]
     assert reliability["accuracy"] == [0.0, 1.0, 0.0]
     assert reliability["ece"] == pytest.approx(metrics.calibration_error(p, found.targets))
@@ -265,7 +265,7 @@ def test_sets_and_reliability_of_classes() -> None:
 def test_the_summary_is_that_of_the_metrics() -> None:
     la, held_out = fitted("regression"), data("regression", seed=1)
     la.sigma_noise = 0.7
-    rows = {row["measure"]: row for row in numbers.summary(observe(la, held_out).data)}
+    rows = {row["measure"]: row for row in statistics.summary(observe(la, held_out).data)}
     x, y = torch.cat([x for x, _ in held_out]), torch.cat([y for _, y in held_out])
     mean, variance = la(x, diagonal_output=True)
     assert isinstance(variance, Tensor)
@@ -300,7 +300,7 @@ def test_effective_parameters_add_up(subset: str, structure: str, prior: str) ->
     if subset == "subnetwork" and prior in ("layerwise", "module"):
         pytest.skip("a sub-network that cuts through tensors has no group of its own for some")
     la.prior_precision = torch.linspace(0.5, 2.0, sizes[prior], dtype=torch.float64)
-    found = numbers.effective(la)
+    found = statistics.effective(la)
     assert sum(found["gamma"]) == pytest.approx(float(la.effective_parameters().sum()), rel=1e-6)
     assert all(0 <= gamma <= size for gamma, size in zip(found["gamma"], found["size"], strict=True))
 
@@ -308,13 +308,13 @@ def test_effective_parameters_add_up(subset: str, structure: str, prior: str) ->
 def test_evidence_is_that_of_the_posterior_and_leaves_it_alone() -> None:
     la = fitted("classification", structure="kron")
     la.prior_precision = torch.tensor([0.3], dtype=torch.float64)
-    found = numbers.evidence(la)
+    found = statistics.evidence(la)
     assert found is not None
     assert float(la.prior_precision) == 0.3
     at = 10
     assert found["log_evidence"][at] == pytest.approx(float(la.log_marginal_likelihood(found["precision"][at])))
     la.prior_precision = 0.0
-    assert numbers.evidence(la) is None
+    assert statistics.evidence(la) is None
 
 
 @pytest.mark.parametrize("task", ["regression", "classification"])
@@ -323,7 +323,7 @@ def test_evidence_of_a_full_posterior_with_a_grouped_prior_needs_one_decompositi
     if task == "regression":
         la.sigma_noise = 0.4
     la.prior_precision = torch.linspace(0.5, 3.0, la.n_layers, dtype=torch.float64)
-    found = numbers.evidence(la)
+    found = statistics.evidence(la)
     assert found is not None
     assert found["common_factor"]
     assert found["chosen_log_evidence"] == pytest.approx(float(la.log_marginal_likelihood()), rel=1e-10)
@@ -446,6 +446,6 @@ def test_a_broken_page_would_be_noticed(tmp_path: Path) -> None:
 
 def test_observed_rows_are_counted() -> None:
     found = observe(fitted("two"), data("two", seed=1))
-    assert isinstance(found, Observed)
+    assert isinstance(found, Observations)
     assert found.rows == 60
     assert len(found.data.targets) == 120

@@ -13,7 +13,7 @@ from lapwing import Laplace
 from lapwing.laplace.calibration import calibrate
 from lapwing.likelihoods import BernoulliMixture, Poisson
 from lapwing.predictive.counts import cdf
-from lapwing.reporting import numbers, report
+from lapwing.reporting import report, statistics
 from lapwing.reporting.observations import observe
 from lapwing.reporting.predictions import Classes, Counts, Source
 from unchanged import unchanged
@@ -60,7 +60,7 @@ def within(found: float, share: float, n: int) -> bool:
 
 def test_right_predictions_are_uniform_and_cover() -> None:
     data = law()
-    found = numbers.transform(data)
+    found = statistics.transform(data)
     assert all(within(share / 20, 0.05, 20_000) for share in found["laplace"])
     assert found["network"][-1] > 1.5  # the rate alone is too sure
     for level in (0.5, 0.9, 0.99):
@@ -97,7 +97,7 @@ def test_scores_of_the_network_are_those_of_its_likelihood() -> None:
     x, y = torch.cat([x for x, _ in held_out]), torch.cat([y for _, y in held_out])
     with torch.no_grad():
         f = la.model(x)
-    row = numbers.summary(data)[0]
+    row = statistics.summary(data)[0]
     assert row["network"] == pytest.approx(-float(la.distribution.log_prob(f, y).mean()))
     mean, variance = la(x)
     torch.testing.assert_close(data.log_rate, mean[:, 0])

@@ -15,8 +15,8 @@ from lapwing import Laplace
 from lapwing.errors import DataError
 from lapwing.laplace import BaseLaplace
 from lapwing.predictive import Amounts
-from lapwing.reporting import numbers, report, words
-from lapwing.reporting.observations import Observed, observe
+from lapwing.reporting import report, statistics, words
+from lapwing.reporting.observations import Observations, observe
 from lapwing.reporting.predictions import Numbers
 from lapwing.tables.fit import fit_table
 
@@ -79,11 +79,11 @@ def test_figures_are_those_of_the_mixture(outputs: int) -> None:
     assert float(amounts.spread.mean()) > 0.03  # there is something to integrate over
     for found, expected in zip(vars(data.laplace).values(), vars(amounts).values(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    summary = {row["measure"]: row for row in numbers.summary(data)}
+    summary = {row["measure"]: row for row in statistics.summary(data)}
     for source, law in (("laplace", amounts), ("network", amounts.alone())):
         nll = -float(law.log_prob(targets).mean())
         assert summary["Negative log-likelihood"][source] == pytest.approx(nll, rel=1e-9)
-        coverage = numbers.coverage(data)
+        coverage = statistics.coverage(data)
         for level, covered, width in zip(
             coverage["levels"], coverage[source]["covered"], coverage[source]["width"], strict=True
         ):
@@ -91,7 +91,7 @@ def test_figures_are_those_of_the_mixture(outputs: int) -> None:
             assert covered == float(((targets - law.mean).abs() <= half).double().mean())
             assert width == pytest.approx(2 * float(half.mean()), rel=1e-9)
         assert summary["Coverage of 90% intervals"][source] == coverage[source]["covered"][4]
-    errors = numbers.errors(data)
+    errors = statistics.errors(data)
     assert errors["predicted"][-1] == pytest.approx(float(amounts.deviation.sort().values[-40 * outputs :].mean()))
     assert observed.rows == 400
 
@@ -101,7 +101,7 @@ def test_the_network_alone_has_its_likelihood() -> None:
     x, y = (torch.cat(parts) for parts in zip(*held_out, strict=True))
     with torch.no_grad():
         expected = -float(la.distribution.log_prob(la.model(x), y).mean())
-    assert numbers.summary(observe(la, held_out).data)[0]["network"] == pytest.approx(expected)
+    assert statistics.summary(observe(la, held_out).data)[0]["network"] == pytest.approx(expected)
 
 
 def test_predictions_in_other_units() -> None:
@@ -115,7 +115,7 @@ def test_predictions_in_other_units() -> None:
         widths = [1000 * width for width in observed.data.widths(source, [0.5, 0.9])]
         assert other.data.widths(source, [0.5, 0.9]) == pytest.approx(widths)
         torch.testing.assert_close(other.data.below(source), observed.data.below(source), rtol=0, atol=1e-9)
-    found, expected = numbers.noise(other), numbers.noise(observed)
+    found, expected = statistics.noise(other), statistics.noise(observed)
     assert found is not None
     assert expected is not None
     assert found["low"] == pytest.approx(1000 * expected["low"])
@@ -159,15 +159,15 @@ def test_one_noise_for_each_output_does_not_vary_with_the_inputs() -> None:
     amounts = Amounts(amounts.mean, amounts.variance, torch.tensor([0.0, 1.0] * 3).double(), amounts.spread)
     row = torch.arange(6) // 2
 
-    def seen(law: Amounts) -> Observed:
-        return Observed(Numbers(law.mean, law, law.alone()), row, None, None, None, False, None)
+    def seen(law: Amounts) -> Observations:
+        return Observations(Numbers(law.mean, law, law.alone()), row, None, None, None, False, None)
 
-    found = numbers.noise(seen(amounts))
+    found = statistics.noise(seen(amounts))
     assert found is not None
     assert not found["varies"]
     assert found["share"] == 1
     other = Amounts(amounts.mean, amounts.variance, torch.arange(6).double(), amounts.spread)
-    found = numbers.noise(seen(other))
+    found = statistics.noise(seen(other))
     assert found is not None
     assert found["varies"]
 
@@ -225,23 +225,23 @@ def test_many_rows_are_integrated_over_once_and_widths_are_of_some(monkeypatch: 
     data, calls, below, half = many(6000), [], Amounts.below, Amounts.half
     monkeypatch.setattr(Amounts, "below", lambda self, y: calls.append(("below", len(y))) or below(self, y))
     monkeypatch.setattr(Amounts, "half", lambda self, p: calls.append(("half", len(self.mean))) or half(self, p))
-    coverage = numbers.coverage(data)
-    numbers.summary(data)
-    numbers.transform(data)
+    coverage = statistics.coverage(data)
+    statistics.summary(data)
+    statistics.transform(data)
     assert [size for name, size in calls if name == "below"] == [6000, 6000]
     assert max(size for name, size in calls if name == "half") == 2000
     widths = 2 * half(data.laplace, 0.9)
     error = float(widths.std()) / 2000**0.5
     assert coverage["laplace"]["width"][4] == pytest.approx(float(widths.mean()), abs=4 * error)
-    assert coverage == numbers.coverage(many(6000))  # the same rows again
+    assert coverage == statistics.coverage(many(6000))  # the same rows again
 
 
 def test_the_middle_of_more_noises_than_torch_has_quantiles_for() -> None:
     values = torch.rand(2**24 + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert numbers._quantile(values, 0.05) == pytest.approx(float(np.quantile(values.numpy(), 0.05)), rel=1e-12)
+    assert statistics._quantile(values, 0.05) == pytest.approx(float(np.quantile(values.numpy(), 0.05)), rel=1e-12)
     few = values[:7]
-    assert numbers._quantile(few, 0.95) == pytest.approx(float(few.quantile(0.95)), rel=1e-12)
-    assert numbers._quantile(few[:1], 0.95) == float(few[0])
+    assert statistics._quantile(few, 0.95) == pytest.approx(float(few.quantile(0.95)), rel=1e-12)
+    assert statistics._quantile(few[:1], 0.95) == float(few[0])
 
 
 def test_a_row_with_noise_beyond_all_numbers_is_named(tmp_path: Path) -> None:

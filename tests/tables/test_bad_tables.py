@@ -422,11 +422,11 @@ def test_a_million_rows_are_read_in_bounded_memory(tmp_path: Path) -> None:
     code = f"""
         import resource, torch
         torch.set_num_threads(1)
-        from lapwing.tables import fit
+        from lapwing.tables.fit import fit_table
         from lapwing.tables.training import Spec
         from lapwing.tables.writing import write_predictions
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        bundle = fit.fit_table({str(path)!r}, "y", epochs=1, spec=Spec(1, 1, width=4, depth=1))
+        bundle = fit_table({str(path)!r}, "y", epochs=1, spec=Spec(1, 1, width=4, depth=1))
         assert bundle.summary.rows_used == {{"train": 980_000, "calibration": 10_000, "test": 10_000}}
         write_predictions(bundle, {str(path)!r}, {str(tmp_path / "out.csv")!r})
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)

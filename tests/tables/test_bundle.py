@@ -16,11 +16,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from lapwing.cli.inspecting import inspected, lines
 from lapwing.errors import DataError, LapwingError, StorageError
 from lapwing.serialize.files import read, write
 from lapwing.tables.bundle import Bundle
 from lapwing.tables.fit import fit_table
-from lapwing.tables.inspecting import inspected, lines
 from lapwing.tables.training import Spec
 from lapwing.tables.writing import write_predictions
 

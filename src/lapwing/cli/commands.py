@@ -55,7 +55,7 @@ class Noise(StrEnum):
     VARYING = "varying"
 
 
-class Network(StrEnum):
+class NetworkKind(StrEnum):
     MLP = "mlp"
     RESNET = "resnet"
 
@@ -83,7 +83,7 @@ def fit(
     task: Annotated[Task, typer.Option(help="Amounts, classes, or what the column looks like.")] = Task.AUTO,
     out: Annotated[Path | None, typer.Option(help="Where to write the model; <data>.lapwing by default.")] = None,
     seed: Annotated[int, typer.Option(help="Of the split and the training; the same seed, the same result.")] = 0,
-    network: Annotated[Network | None, typer.Option(help="Plain layers, or residual blocks.")] = None,
+    network: Annotated[NetworkKind | None, typer.Option(help="Plain layers, or residual blocks.")] = None,
     width: Annotated[int | None, typer.Option(help="Units of a layer.", min=1)] = None,
     depth: Annotated[int | None, typer.Option(help="Number of layers, or blocks.", min=0)] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; by its size if not given.", min=1)] = None,
@@ -229,7 +229,7 @@ def report(
 def inspect(model: Model, as_json: Json = False, debug: Debug = False) -> None:
     """Say what a file holds: task, columns, network, posterior, calibration, scores."""
     with handled(debug, as_json):
-        from lapwing.tables.inspecting import inspected, lines
+        from lapwing.cli.inspecting import inspected, lines
 
         found = inspected(model)
         if as_json:

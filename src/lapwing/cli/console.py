@@ -14,7 +14,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lapwing.errors import LapwingError, LapwingWarning
+from lapwing.reporting.page import plain_values
+from lapwing.reporting.words import better
 
 DELAY = 1.0
 """Seconds of work before a bar is drawn."""
@@ -141,16 +142,7 @@ def say(*lines: str | Table | Text) -> None:
 
 def say_json(value: Any) -> None:
     """One JSON document."""
-    sys.stdout.write(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
-
-
-def plain(value: Any) -> Any:
-    """As JSON has it: numbers that are none become null."""
-    if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
+    sys.stdout.write(json.dumps(plain_values(value), indent=2, allow_nan=False) + "\n")
 
 
 def notes(lines: Sequence[str], title: str = "Notes") -> list[Text]:
@@ -189,6 +181,5 @@ def _scores(network: float | None, laplace: float | None, goal: str | float, fie
         return [Text("too few rows", style="dim"), Text("too few rows", style="dim")]
     percent = isinstance(goal, float) or field in ("accuracy", "ece")
     shown = [f"{value:.1%}" if percent else f"{value:.4g}" for value in (network, laplace)]
-    badness = [abs(v - goal) if isinstance(goal, float) else -v if goal == "high" else v for v in (network, laplace)]
-    best = badness.index(min(badness)) if shown[0] != shown[1] else None
+    best = better((network, laplace), shown, goal)
     return [Text(text, style="bold green" if number == best else "") for number, text in enumerate(shown)]

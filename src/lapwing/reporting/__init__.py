@@ -2,7 +2,7 @@
 
 predictions   targets and what was predicted for them, by kind of target
 observations  predictions for held-out data, gathered over a loader
-numbers       the figures, as plain dictionaries
+statistics    the figures, as plain dictionaries
 pictures      figures as SVG
 words         figures as sentences
 page          all of it as one file

@@ -1,28 +1,21 @@
-"""All figures of a report as one dictionary, and the page as a file that appears whole or not at all."""
+"""All figures of a report as one dictionary: what the page shows, and has inside it as JSON."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
 from lapwing.errors import DataError
 from lapwing.laplace import BaseLaplace
-from lapwing.reporting import numbers
-from lapwing.reporting.observations import SHOWN_COLUMNS, Observed
+from lapwing.reporting import statistics
+from lapwing.reporting.observations import SHOWN_COLUMNS, Observations
 from lapwing.reporting.predictions import Classes, Counts, Numbers
-from lapwing.reporting.words import number
-from lapwing.serialize import replacing
-from lapwing.serialize.files import check_writable
-
-Figures = dict[str, Any]
+from lapwing.reporting.words import Figures, number
 
 
 def collect(
     la: BaseLaplace,
-    observed: Observed,
+    observed: Observations,
     *,
     names: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
@@ -48,14 +41,14 @@ def collect(
         )
     task = "classification" if isinstance(data, Classes) else "regression"
     calibration = (
-        {"reliability": numbers.reliability(data)}
+        {"reliability": statistics.reliability(data)}
         if isinstance(data, Classes)
-        else {"transform": numbers.transform(data)}
+        else {"transform": statistics.transform(data)}
     )
-    rows = numbers.uncertain(observed)
+    rows = statistics.uncertain(observed)
     if observed.columns is not None:
         rows = [row | {"columns": [number(v) for v in observed.columns[row["row"]].tolist()]} for row in rows]
-    found = numbers.noise(observed)
+    found = statistics.noise(observed)
     own = [f"Structure: {la.reason}."] if la.reason and not la.choices else []
     return {
         "title": title or f"{type(la.model).__name__} with error bars",
@@ -66,13 +59,13 @@ def collect(
         "held_out": held_out,
         "facts": [*facts, *_facts(la, observed, found, noise)],
         "noise": found,
-        "summary": numbers.summary(data),
+        "summary": statistics.summary(data),
         **calibration,
-        "coverage": numbers.coverage(data, conformal),
-        "errors": numbers.errors(data),
-        "unfamiliar": numbers.unfamiliar(observed),
-        "evidence": numbers.evidence(la),
-        "effective": numbers.effective(la),
+        "coverage": statistics.coverage(data, conformal),
+        "errors": statistics.errors(data),
+        "unfamiliar": statistics.unfamiliar(observed),
+        "evidence": statistics.evidence(la),
+        "effective": statistics.effective(la),
         "uncertain": rows,
         "columns": [str(name) for name in (names or ())][: SHOWN_COLUMNS if observed.columns is not None else 0],
         "classes": [str(name) for name in classes] if classes is not None else None,
@@ -80,26 +73,7 @@ def collect(
     }
 
 
-def check_early(path: str | os.PathLike[str]) -> None:
-    """Before the work: whether the page can be written, as far as its folder is there."""
-    if Path(path).parent.is_dir():
-        check_writable(path)
-
-
-def write(path: str | os.PathLike[str], text: str) -> None:
-    """The file appears whole or not at all, and its folder where there is none."""
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"cannot write {target}: {error.strerror}; expected a folder that can be written to."
-        ) from error
-    with replacing(target) as partial:
-        partial.write_text(text, encoding="utf-8")
-
-
-def _facts(la: BaseLaplace, observed: Observed, found: Figures | None, noise: float | None) -> list[str]:
+def _facts(la: BaseLaplace, observed: Observations, found: Figures | None, noise: float | None) -> list[str]:
     facts = [
         f"{observed.rows:,} rows looked at, {la.n_data:,} learnt from",
         f"{type(la.model).__name__} with {sum(p.numel() for p in la.model.parameters()):,} parameters",

@@ -35,7 +35,7 @@ SHOWN_COLUMNS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Observed:
+class Observations:
     """Predictions for a loader, the uncertainty of unfamiliar inputs, and the first columns of the rows."""
 
     data: Numbers | Counts | Classes
@@ -51,7 +51,7 @@ class Observed:
         """How many rows of data were seen."""
         return int(self.row[-1]) + 1 if len(self.row) else 0
 
-    def rescaled(self, scale: float, shift: float) -> Observed:
+    def rescaled(self, scale: float, shift: float) -> Observations:
         if not isinstance(self.data, Numbers):
             return self
         data = self.data.rescaled(scale, shift)
@@ -68,7 +68,7 @@ def observe(
     *,
     keep_columns: bool = False,
     seed: int = 0,
-) -> Observed:
+) -> Observations:
     """One pass over the loader, and one over `outside`: batches of inputs, with or without targets.
 
     Without `outside` unfamiliar inputs are made of those in the loader, where they are tensors of real numbers.
@@ -91,7 +91,7 @@ def observe(
     unfamiliar = made if outside is None else list(_inputs(outside, la))
     scores = [_spread(la, x) for x in unfamiliar]
     networks = [network for _, network, _ in scores if network is not None]
-    return Observed(
+    return Observations(
         data,
         torch.cat(row),
         outside=torch.cat([score for score, _, _ in scores]) if scores else None,

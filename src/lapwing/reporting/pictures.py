@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lapwing.errors import OptionError
+from lapwing.reporting.words import Figures
 
-Figures = dict[str, Any]
 NETWORK, LAPLACE, CONFORMAL, GREY = "#c8553d", "#1f5c7a", "#6b8e23", "#8a8f94"
 NAMES = {"network": "network alone (MAP)", "laplace": "with error bars (Laplace)", "conformal": "conformal"}
 COLOURS = {"network": NETWORK, "laplace": LAPLACE, "conformal": CONFORMAL}

@@ -8,9 +8,10 @@ from typing import Any
 
 from lapwing.errors import OptionError
 from lapwing.laplace import BaseLaplace
-from lapwing.reporting.figures import Figures, check_early, collect, write
+from lapwing.reporting.figures import collect
 from lapwing.reporting.observations import observe
-from lapwing.reporting.page import render
+from lapwing.reporting.page import check_early, write
+from lapwing.reporting.words import Figures
 
 
 def report(
@@ -39,7 +40,7 @@ def report(
         "Whether the rows were used for training is not known here; of rows that were, the figures would be too good."
     )
     figures = collect(la, observed, names=names, classes=classes, title=title, choices=[unknown])
-    write(path, render(figures))
+    write(path, figures)
     return figures
 
 

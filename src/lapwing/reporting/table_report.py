@@ -19,12 +19,12 @@ from torch import Tensor
 
 from lapwing.errors import DataError
 from lapwing.metrics import entropy
-from lapwing.reporting.figures import Figures, check_early, collect, write
-from lapwing.reporting.numbers import LEVELS
-from lapwing.reporting.observations import OUTSIDE_ROWS, SHOWN_COLUMNS, Observed, disturbed
-from lapwing.reporting.page import render
+from lapwing.reporting.figures import collect
+from lapwing.reporting.observations import OUTSIDE_ROWS, SHOWN_COLUMNS, Observations, disturbed
+from lapwing.reporting.page import check_early, write
 from lapwing.reporting.predictions import Classes, Numbers
-from lapwing.reporting.words import number
+from lapwing.reporting.statistics import LEVELS
+from lapwing.reporting.words import Figures, number
 from lapwing.serialize.files import sha256
 from lapwing.tables.bundle import Bundle, Raw, score
 from lapwing.tables.conformal import quantile
@@ -102,12 +102,12 @@ def report_table(
         row["columns"] = [_shown(value) for value in held.shown.iloc[at].tolist()]
         row["row"] = int(held.rows[at])
     tell("drawing", 0.3)
-    write(path, render(figures))
+    write(path, figures)
     tell("drawing", 1.0)
     return figures | {"looked_at": held.rows.tolist()}
 
 
-def _observed(bundle: Bundle, held: Held, raw: Raw, outside: Raw | None, made: bool) -> Observed:
+def _observed(bundle: Bundle, held: Held, raw: Raw, outside: Raw | None, made: bool) -> Observations:
     """The predictions of the bundle, in the target's unit, as a report has them."""
     known = bundle.familiarity(raw)
     uncertainty = network = deviation = None if outside is None else bundle.familiarity(outside)
@@ -117,7 +117,7 @@ def _observed(bundle: Bundle, held: Held, raw: Raw, outside: Raw | None, made: b
         data = Classes(held.y, raw.plain, bundle.probabilities(raw), known)
         if outside is not None:
             uncertainty, network = (entropy(p) for p in (bundle.probabilities(outside), outside.plain))
-    return Observed(data, torch.arange(len(held.y)), uncertainty, network, deviation, made, None)
+    return Observations(data, torch.arange(len(held.y)), uncertainty, network, deviation, made, None)
 
 
 def _disturbed(x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "made inputs"] | None:
@@ -192,7 +192,7 @@ def _inputs(bundle: Bundle, table: Table) -> Float[Tensor, "rows inputs"]:
     return torch.cat(found)
 
 
-def _conformal(bundle: Bundle, observed: Observed) -> Figures:
+def _conformal(bundle: Bundle, observed: Observations) -> Figures:
     """Coverage and size of the bundle's own conformal intervals or sets; None where rows were too few for the level."""
     data, scores = observed.data, bundle.conformal.scores
     covered: list[float | None] = []

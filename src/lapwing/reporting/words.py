@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
 Figures = dict[str, Any]
+"""What a report says, or a part of it, by name: numbers, texts, lists and dictionaries of them, as in JSON."""
 
 
 def number(value: float) -> str:
@@ -16,6 +18,18 @@ def number(value: float) -> str:
     if size >= 1e6 or 0 < size < 1e-4:
         return f"{value:.3g}"
     return f"{value:,.0f}" if size >= 1e4 else f"{value:.4g}"
+
+
+def better(values: Sequence[float], shown: Sequence[str], goal: str | float) -> int | None:
+    """Which of two values is the better one, 0 or 1; None where they are shown alike. `goal`: "low", "high", a number.
+
+    >>> better((0.85, 0.97), ("85%", "97%"), 0.9), better((0.851, 0.853), ("85%", "85%"), "high")
+    (0, None)
+    """
+    if shown[0] == shown[1]:
+        return None
+    first, second = (abs(v - goal) if isinstance(goal, float) else -v if goal == "high" else v for v in values)
+    return 0 if first < second else 1 if second < first else None
 
 
 def headline(figures: Figures) -> list[str]:

@@ -49,11 +49,11 @@ class Kind:
 
 def infer(chunks: Iterable[Frame]) -> dict[str, Kind]:
     """The kind of every column, from all rows."""
-    probes: dict[str, Probe] = {}
+    tallies: dict[str, Tally] = {}
     for frame in chunks:
         for name in frame.columns:
-            probes.setdefault(name, Probe(name)).see(frame[name])
-    return {name: probe.kind() for name, probe in probes.items()}
+            tallies.setdefault(name, Tally(name)).see(frame[name])
+    return {name: tally.kind() for name, tally in tallies.items()}
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
@@ -61,9 +61,13 @@ def infer(chunks: Iterable[Frame]) -> dict[str, Kind]:
 
 def as_text(column: Series) -> Series:
     """Values as words, missing ones as None: 1.0 and "1.0" and 1 are all "1", blanks around words do not count."""
-    present = column.notna().to_numpy()
-    words = np.full(len(column), None, dtype=object)
-    words[present] = [_word(value) for value in column[present].tolist()]
+    if pd.api.types.infer_dtype(column, skipna=True) == "string":  # each different word is looked at once
+        codes, different = pd.factorize(column)
+        words = np.array([*map(_word, different), None], dtype=object)[codes]  # the last one, at -1, is missing
+    else:
+        present = column.notna().to_numpy()
+        words = np.full(len(column), None, dtype=object)
+        words[present] = [_word(value) for value in column[present].tolist()]
     return pd.Series(words, index=column.index, dtype=object)
 
 
@@ -105,15 +109,18 @@ def as_truth(column: Series) -> np.ndarray:
 
 def as_days(column: Series, form: str) -> np.ndarray:
     """Days since 1970 as float64, NaN for what is no date of that form."""
-    if column.dtype.kind != "M" and not isinstance(column.dtype, pd.DatetimeTZDtype):
-        words = as_text(column)
-        column = _dates(words, form)
-        column = column.fillna(_dates(words, "ISO8601"))  # which cannot be mistaken, however others were written
-    elif column.dt.tz is None:
-        column = column.dt.tz_localize("UTC")
-    column = column.dt.as_unit("us")  # the year 9999, which stands for "never", is beyond nanoseconds
+    if column.dtype.kind == "M" or isinstance(column.dtype, pd.DatetimeTZDtype):
+        return _days(column if column.dt.tz is not None else column.dt.tz_localize("UTC"))
+    codes, different = pd.factorize(as_text(column))
+    words = pd.Series(different, dtype=object)
+    dates = _dates(words, form).fillna(_dates(words, "ISO8601"))  # which cannot be mistaken, however others are written
+    return np.append(_days(dates), np.nan)[codes]
+
+
+def _days(dates: Series) -> np.ndarray:
+    dates = dates.dt.as_unit("us")  # the year 9999, which stands for "never", is beyond nanoseconds
     origin = pd.Timestamp(0, tz="UTC").as_unit("us")
-    return ((column - origin) / pd.Timedelta(days=1)).to_numpy(dtype=np.float64, na_value=np.nan)
+    return ((dates - origin) / pd.Timedelta(days=1)).to_numpy(dtype=np.float64, na_value=np.nan)
 
 
 def date_in(form: str) -> str:
@@ -129,7 +136,7 @@ def _dates(words: Series, form: str) -> Series:
 
 
 @dataclass(eq=False)
-class Probe:
+class Tally:
     """What is known of a column after some of its rows."""
 
     name: str

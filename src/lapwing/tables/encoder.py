@@ -103,12 +103,11 @@ class Column:
         return inputs
 
     def _encode_levels(self, words: Series, notes: Notes) -> np.ndarray:
-        place = {level: number for number, level in enumerate(self.levels)}
         other = len(self.levels)
         missing = words.isna().to_numpy()
-        codes = np.array([place.get(word, other) for word in words.tolist()], dtype=np.int64)
-        known = {*self.levels, *self.rare}
-        new = ~missing & (codes == other) & ~words.isin(known).to_numpy()
+        codes = pd.Index(self.levels, dtype=object).get_indexer(words)
+        codes[codes < 0] = other
+        new = ~missing & (codes == other) & ~words.isin(self.rare).to_numpy()
         if new.any():
             some = sorted(set(words[new].tolist()))[:3]
             notes.count(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, log
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,14 +16,14 @@ from torch import Tensor
 from lapwing import metrics
 from lapwing.errors import CurvatureError
 from lapwing.laplace import BaseLaplace
-from lapwing.reporting.observations import Observed
+from lapwing.reporting.observations import Observations
 from lapwing.reporting.predictions import SOURCES, Classes, Counts, Numbers, Source
+from lapwing.reporting.words import Figures
 from lapwing.tables.conformal import amount_scores, class_scores, quantile
 
 DENSE = 4000
 """Parameters up to which a full curvature is spelled out in float64."""
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-Figures = dict[str, Any]
 
 
 def summary(data: Numbers | Counts | Classes) -> list[Figures]:
@@ -170,7 +169,7 @@ def errors(data: Numbers | Counts | Classes, points: int = 1500, seed: int = 0) 
     return found | {"points": {"predicted": predicted[chosen].tolist(), "error": error[chosen].tolist()}}
 
 
-def noise(observed: Observed) -> Figures | None:
+def noise(observed: Observations) -> Figures | None:
     """Of numbers: whether it differs between rows, its deviation in their middle 90 %, its share of the variance."""
     data = observed.data
     if not isinstance(data, Numbers):
@@ -188,7 +187,7 @@ def _quantile(values: Float[Tensor, " n"], level: float) -> float:
     return float(torch.lerp(low, high, at - int(at)))
 
 
-def unfamiliar(observed: Observed, bins: int = 30) -> Figures | None:
+def unfamiliar(observed: Observations, bins: int = 30) -> Figures | None:
     """Histograms of the uncertainty of familiar and of unfamiliar inputs, and how well it tells them apart."""
     outside = observed.outside
     if outside is None:
@@ -283,7 +282,7 @@ def effective(la: BaseLaplace) -> Figures:
     return {"name": names, "size": sizes.tolist(), "gamma": gamma.tolist()}
 
 
-def uncertain(observed: Observed, count: int = 10) -> list[Figures]:
+def uncertain(observed: Observations, count: int = 10) -> list[Figures]:
     """The entries with the largest predicted uncertainty, numbered as in the data."""
     data = observed.data
     predicted = data.uncertainty if isinstance(data, Classes) else data.deviation
