@@ -25,10 +25,28 @@ def outside_autocast(function: AnyFunction) -> AnyFunction:
     def plain(*args: Any, **kwargs: Any) -> Any:
         if not torch._C._is_any_autocast_enabled():
             return function(*args, **kwargs)
-        with ExitStack() as stack:
-            for place in _PLACES:
-                if torch.is_autocast_enabled(place):
-                    stack.enter_context(torch.autocast(place, enabled=False))
+        with _no_autocast():
             return function(*args, **kwargs)
 
     return cast(AnyFunction, plain)
+
+
+def outside_modes(function: AnyFunction) -> AnyFunction:
+    """The same function, which neither `torch.autocast` nor `torch.inference_mode` reaches."""
+
+    @wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled() and not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), _no_autocast():
+            return function(*args, **kwargs)
+
+    return cast(AnyFunction, plain)
+
+
+def _no_autocast() -> ExitStack:
+    stack = ExitStack()
+    for place in _PLACES:
+        if torch.is_autocast_enabled(place):
+            stack.enter_context(torch.autocast(place, enabled=False))
+    return stack

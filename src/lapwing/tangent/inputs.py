@@ -6,7 +6,7 @@ Axis 0 of every tensor that has the batch size is the sample axis; other tensors
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
@@ -17,16 +17,12 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from lapwing.errors import DataError, LapwingError, ModelError
 
 
-def tensors(x: Any) -> Iterator[Tensor]:
+def tensors(x: Any) -> list[Tensor]:
     """Every tensor of an input."""
     if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, Mapping):
-        for value in x.values():
-            yield from tensors(value)
-    elif isinstance(x, (tuple, list)):
-        for value in x:
-            yield from tensors(value)
+        return [x]
+    inside = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
+    return [tensor for value in inside for tensor in tensors(value)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], x: Any) -> Any:
@@ -64,12 +60,22 @@ def take(x: Any, rows: slice) -> Any:
 
 def shape_key(x: Any) -> tuple:
     """Shapes and dtypes of an input: what its record of operations may depend on."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype
     return tuple((tuple(t.shape), t.dtype) for t in tensors(x))
 
 
-def check_input(x: Any, device: torch.device) -> None:
-    """On the model's device, and finite."""
-    batch_size(x)
+def outside_inference(x: Any) -> Any:
+    """The same input, with copies of tensors that were made in inference mode, which autograd refuses."""
+    for tensor in tensors(x):
+        if tensor.is_inference():
+            return map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
+    return x
+
+
+def check_input(x: Any, device: torch.device) -> int:
+    """The batch size of an input that is on the model's device, and finite."""
+    batch = batch_size(x)
     for tensor in tensors(x):
         if is_functorch_wrapped_tensor(tensor):
             raise DataError(
@@ -88,6 +94,7 @@ def check_input(x: Any, device: torch.device) -> None:
             raise DataError(
                 f"the input holds NaN or infinite values{point}; expected finite ones. Remove or impute them."
             )
+    return batch
 
 
 def moved(x: Any, device: torch.device) -> Any:
@@ -98,7 +105,7 @@ def moved(x: Any, device: torch.device) -> Any:
                 f"a tensor of shape {tuple(tensor.shape)} lies on meta, which holds no values; expected data, on any "
                 "other device. Look for torch.device('meta') where it is made."
             )
-    return map_tensors(lambda t: t.to(device), x)
+    return x.to(device) if isinstance(x, Tensor) else map_tensors(lambda t: t.to(device), x)
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -29,13 +29,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError, UnsupportedOperationError
-from lapwing.linalg.autocast import outside_autocast
+from lapwing.linalg.autocast import outside_autocast, outside_modes
 from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks, push, side_by_side
 from lapwing.params import ParamSpace
 from lapwing.tangent.checks import check_output, check_space, check_trainable
 from lapwing.tangent.fallback import batched_grad, gradients, opaque_rows, pull_back
 from lapwing.tangent.input_gradients import Gate, gated, through
-from lapwing.tangent.inputs import batch_size, call, check_input, map_tensors, shape_key, take
+from lapwing.tangent.inputs import call, check_input, outside_inference, shape_key, take
 from lapwing.tangent.paths import custom_function
 from lapwing.tangent.private import private
 from lapwing.tangent.probe import Probe, probe
@@ -71,47 +71,46 @@ class Tangent:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The tensors that the model holds now, by name."""
+        found: dict[str, Tensor] = {}
         try:
-            return {name: self._find(path) for name, path in self._paths}
-        except KeyError:  # a module that names its parameters in a way of its own
+            for name, path, last in self._paths:  # without a walk through the whole model
+                module: Any = self.model
+                for key in path:
+                    module = module._modules[key]
+                tensor = module._parameters[last]
+                if tensor is None:
+                    raise KeyError(name)
+                found[name] = tensor
+        except (KeyError, AttributeError):  # a module that names its parameters in a way of its own
             named = dict(self.model.named_parameters())
             return {name: named[name] for name in self.space.names}
+        return found
 
     @cached_property
     def _aliases(self) -> dict[str, Alias]:
         return whole_aliases(self.space)
 
     @cached_property
-    def _paths(self) -> list[tuple[str, list[str]]]:
-        return [(name, name.split(".")) for name in self.space.names]
-
-    def _find(self, path: list[str]) -> Tensor:
-        """A parameter by its path: what `named_parameters` finds, without a walk through the whole model."""
-        module: nn.Module | None = self.model
-        for key in path[:-1]:
-            module = None if module is None else module._modules[key]
-        found = None if module is None else module._parameters[path[-1]]
-        if found is None:
-            raise KeyError(path)
-        return found
+    def _paths(self) -> list[tuple[str, list[str], str]]:
+        """The name of every parameter, the way to its module, and its name there."""
+        return [(name, *_path(name)) for name in self.space.names]
 
     def network(self) -> nn.Module:
         """The network to run: a private copy of the model, with the model's own parameters."""
         return private(self.model, self.evaluate)
 
-    @outside_autocast
+    @outside_modes
     def at(self, x: Any) -> Linearisation:
         """One recorded forward pass at the inputs x."""
-        with torch.inference_mode(False):
-            x = map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
-            check_input(x, self.space.device)
-            parameters = self.parameters
-            check_trainable(parameters)
-            seen, gate = gated(x) if self.differentiable else (x, None)
-            network = self.network()
-            with torch.enable_grad():
-                value, record, found = self._recorded(network, seen, parameters, gate is not None)
-        check_output(value, batch_size(x))
+        x = outside_inference(x)
+        batch = check_input(x, self.space.device)
+        parameters = self.parameters
+        check_trainable(parameters)
+        seen, gate = gated(x) if self.differentiable else (x, None)
+        network = self.network()
+        with torch.enable_grad():
+            value, record, found = self._recorded(network, seen, parameters, batch, gate is not None)
+        check_output(value, batch)
         record.opaque.update(found.opaque)
         record.opaque.update(record.unseen(value, parameters))
         return Linearisation(self, x, value, record, found, gate)
@@ -128,7 +127,7 @@ class Tangent:
         return self._twice
 
     def _recorded(
-        self, network: nn.Module, x: Any, parameters: dict[str, Tensor], graph: bool
+        self, network: nn.Module, x: Any, parameters: dict[str, Tensor], batch: int, graph: bool
     ) -> tuple[Tensor, Record, Probe]:
         """A forward pass, its record, and the probe that tells its samples apart."""
         modes = () if self.evaluate else tuple(module.training for module in network.modules())
@@ -138,11 +137,11 @@ class Tangent:
             value, record = self._record(network, x, parameters, found, graph)
             if record.signature == found.signature:
                 return value, record, found
-        elif batch_size(x) > FEW_SAMPLES and not self._routed:
+        elif batch > FEW_SAMPLES and not self._routed:
             with suppress(ModelError):  # a model made for one batch size; other errors come again below
                 few = self._probe(network, take(x, slice(0, FEW_SAMPLES)), parameters, modes)
                 value, record = self._record(network, x, parameters, few, graph)
-                carried = few.carried_over(record, batch_size(x)) if few.settled and not record.routed else None
+                carried = few.carried_over(record, batch) if few.settled and not record.routed else None
                 if carried is not None:
                     self._keep(key, carried)
                     return value, record, carried
@@ -178,6 +177,11 @@ class Tangent:
         return value, recorder.record
 
 
+def _path(name: str) -> tuple[list[str], str]:
+    *path, last = name.split(".")
+    return path, last
+
+
 MOST_PROBES = 256
 """How many shapes of inputs a tangent remembers."""
 _KEEPING = threading.Lock()
@@ -196,7 +200,7 @@ class Linearisation:
     probe: Probe
     gate: Gate | None = None
 
-    @property
+    @cached_property
     def space(self) -> ParamSpace:
         return self.tangent.space
 
@@ -204,10 +208,10 @@ class Linearisation:
     def batch(self) -> int:
         return self.output.shape[0]
 
-    @property
+    @cached_property
     def outputs(self) -> int:
         """C, all outputs of one data point."""
-        return self.output[0].numel()
+        return self.output.shape[1:].numel()
 
     @property
     def value(self) -> Float[Tensor, "batch *out"]:
@@ -302,14 +306,18 @@ class Linearisation:
         return [(use, self.probe.axes[number]) for number, use in self.record.uses]
 
     @cached_property
+    def _entries(self) -> int:
+        """Of the outputs of all uses together."""
+        return sum([use.shape.numel() for use, _ in self.uses])
+
+    @cached_property
     def cotangent_bytes(self) -> int:
         """Memory that one cotangent needs on its way back, all layers together."""
-        numel = sum(use.shape.numel() for use, _ in self.uses)
         spelled_out = {*self.record.opaque, *self.record.derived}
         dense = sum(self.space.shape(name).numel() for name in spelled_out) * self.batch
         if self.space.index is not None:  # rows of a sub-network are cut from those of whole tensors
             dense += self.space.total * self.batch
-        return 3 * (numel + dense) * max(4, self.space.dtype.itemsize)
+        return 3 * (self._entries + dense) * max(4, self.space.dtype.itemsize)
 
     def identity(self, bytes_per_cotangent: int | None = None) -> Iterator[Float[Tensor, "r batch *out"]]:
         """Unit cotangents, one per output, in chunks within the budget."""
@@ -334,10 +342,11 @@ class Linearisation:
         dense = assemble(pieces, self.space.total, slice(0, self.batch))
         return [DenseRows(0, self.space.restrict(dense))]
 
-    @torch.inference_mode(False)
-    @outside_autocast
+    @outside_modes
     def _pull(self, cotangents: Tensor) -> list[Piece]:
         cotangents = cotangents.clone() if cotangents.is_inference() else cotangents
+        if self.gate is None and not torch.is_grad_enabled():
+            return self._pieces(cotangents)
         with torch.set_grad_enabled(self.gate is not None):
             pieces = self._pieces(cotangents)
         return pieces if self.gate is None else through(self.gate, pieces)
@@ -373,7 +382,7 @@ class Linearisation:
         if not edges or not self.output.requires_grad:
             return [None] * len(edges)
         # small layers gain from one vectorised pass; large ones are faster one cotangent at a time, in cache
-        together = sum(use.shape.numel() for use, _ in self.uses) < 2**18
+        together = self._entries < 2**18
         graph = self.gate is not None
         return batched_grad(self.output, edges, cotangents.to(self.output.dtype), together, graph)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -44,15 +44,19 @@ class TensorSet:
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref] = {}
 
-    def add(self, *found: Tensor) -> None:
-        self._known.update((id(tensor), weakref.ref(tensor)) for tensor in found)
+    def add(self, *values: Any) -> None:
+        """Tensors; whatever else is given is left out."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._known[id(value)] = weakref.ref(value)
 
-    def __bool__(self) -> bool:
-        return bool(self._known)
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        known = self._known.get(id(tensor))
-        return known is not None and known() is tensor
+    def meets(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether any of the tensors is in the set."""
+        for tensor in tensors:
+            known = self._known.get(id(tensor))
+            if known is not None and known() is tensor:
+                return True
+        return False
 
 
 def flat(args: Any, kwargs: Any) -> list[Tensor]:

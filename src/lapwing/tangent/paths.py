@@ -37,7 +37,9 @@ class Paths:
 
     def add(self, edge: GradientEdge, onward: list[Key], sources: Iterable[Any]) -> None:
         self.onward[edge.node, edge.output_nr] = onward
-        self.derived += [source for source in sources if isinstance(source, Derived)]
+        for source in sources:
+            if isinstance(source, Derived):
+                self.derived.append(source)
 
     def unseen(self, output: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
         """The names of the parameters that the output reaches by a way that no recorded use accounts for."""

@@ -29,22 +29,35 @@ from torch.nn.parameter import is_lazy
 
 def private(model: nn.Module, evaluate: bool = False) -> nn.Module:
     """A copy of the model's modules with the model's own parameters; in eval mode if `evaluate`, else as the model."""
-    with torch.inference_mode(False), torch.no_grad():
-        copy = _Copies().module(model)
-        if evaluate:
-            modules = list(copy.modules())
-            if any(_own_modes(module) for module in modules):
-                copy.eval()
-            else:
-                for module in modules:
-                    module.__dict__["training"] = False  # assigning to a module's attribute is slow
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return private(model, evaluate)
+    copy = _Copies().module(model)
+    if evaluate:
+        _evaluate(copy)
     return copy
 
 
-def _own_modes(module: nn.Module) -> bool:
-    """Whether a module decides itself what train and eval mode mean."""
-    kind = type(module)
-    return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval or isinstance(module, ScriptModule)
+def _evaluate(model: nn.Module) -> None:
+    """model.eval(), by one loop over the modules; calling it on each is slow, and so is assigning to an attribute."""
+    modules, known = [model], {id(model)}
+    for module in modules:
+        kind = type(module)
+        if kind not in _PLAIN_MODES:
+            if kind.train is not nn.Module.train or kind.eval is not nn.Module.eval or issubclass(kind, ScriptModule):
+                model.eval()  # a module that decides itself what the modes mean
+                return
+            _PLAIN_MODES.add(kind)
+        for child in module.__dict__["_modules"].values():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                modules.append(child)
+    for module in modules:
+        module.__dict__["training"] = False
+
+
+_PLAIN_MODES: set[type] = set()
+"""Kinds of modules that leave train and eval mode to nn.Module."""
 
 
 class _Copies:
@@ -189,6 +202,7 @@ _HOW: dict[type, Callable[[_Copies, Any], Any]] = {
 }
 """How values of a kind are copied; kinds that are met are added."""
 _SHARED: set[type] = {bool, int, float, complex, str, bytes, type(None), type, BuiltinFunctionType, torch.Size}
+_SHARED.add(nn.Parameter)
 _HOW.update(dict.fromkeys(_SHARED, _shared))
 _EVERYWHERE = frozenset(vars(nn.Module()))
 """What every module has, parameters, buffers and hooks of each kind: mostly empty."""

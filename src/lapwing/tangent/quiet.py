@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class _Here(threading.local):
@@ -21,13 +19,15 @@ _HERE = _Here()
 _FILTER = ("ignore", _HERE, UserWarning, None, 0)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
+class quiet:
     """An operation that `vmap` can only run in a loop, at which torch warns, is slow, and right."""
-    if _FILTER not in warnings.filters:  # stays there, and matches nothing that is not asked for
-        warnings.filters.insert(0, _FILTER)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    before, _HERE.inside = _HERE.inside, True
-    try:
-        yield
-    finally:
-        _HERE.inside = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        if _FILTER not in warnings.filters:  # stays there, and matches nothing that is not asked for
+            warnings.filters.insert(0, _FILTER)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        self._before, _HERE.inside = _HERE.inside, True
+
+    def __exit__(self, *_: object) -> None:
+        _HERE.inside = self._before

@@ -20,7 +20,9 @@ from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import tensors
 from lapwing.tangent.operations import (
     INDEXING,
+    PLAIN,
     REFUSABLE,
+    WRITING,
     TensorSet,
     flat,
     inlined,
@@ -32,8 +34,8 @@ from lapwing.tangent.operations import (
     traits,
     written_to,
 )
-from lapwing.tangent.paths import Key, Paths, edge_key
-from lapwing.tangent.recurrent import can_unroll, unrolled
+from lapwing.tangent.paths import Key, Paths
+from lapwing.tangent.recurrent import UNROLLED, can_unroll, unrolled
 from lapwing.tangent.rules import IN_PLACE, RULES, Call
 from lapwing.tangent.sources import Alias, Derived, Source, parameter_alias, view_alias
 from lapwing.tangent.uses import Use
@@ -43,7 +45,7 @@ _SAME_ENTRIES = frozenset(
     for name in ("to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone")
 )
 _SIZES = frozenset((int, str, bool))
-_NESTED = frozenset((list, tuple, slice))
+_NESTED = frozenset((list, tuple))
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Record:
     @property
     def signature(self) -> tuple:
         """What has to be the same for a probe of one batch to hold for another."""
-        return (self.trace, *((e.name, e.dependent, None if e.use is None else e.use.signature) for e in self.events))
+        return self.trace, *[(e.name, e.dependent, None if e.use is None else e.use.signature) for e in self.events]
 
     def unseen(self, output: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, str]:
         """Parameters that the output depends on by a way that was not recorded, and what is known of their use."""
@@ -134,10 +136,11 @@ class Recorder(TorchFunctionMode):
         self._whole = whole_aliases(space) if aliases is None else aliases
         self._sources: dict[int, tuple[Tensor, Source, int]] = {}
         for name, alias in self._whole.items():
-            self._register(parameters[name], alias)
+            tensor = parameters[name]
+            self._sources[id(tensor)] = tensor, alias, tensor._version
         self._data = TensorSet()
         self._data.add(*tensors(inputs))
-        self._routed = TensorSet()
+        self._routed: TensorSet | None = None
 
     # -- what is known of a tensor ---------------------------------------------------------------------------------
 
@@ -155,13 +158,11 @@ class Recorder(TorchFunctionMode):
         self._sources[id(tensor)] = (tensor, source, tensor._version)
 
     def _mark(self, out: Any) -> None:
-        self._data.add(*(t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)))
+        self._data.add(*(out if isinstance(out, (list, tuple)) else (out,)))
 
     def _meets_data(self, args: tuple, kwargs: dict) -> bool:
         """Whether an operation reads parameters, and data where it expects them: in its first two arguments."""
-        return any(t in self._data for t in flat(args[:2], {})) and any(
-            id(t) in self._sources for t in flat(args, kwargs)
-        )
+        return self._data.meets(flat(args[:2], {})) and any(id(t) in self._sources for t in flat(args, kwargs))
 
     def _seen(self, func: Callable, data: Tensor, *others: Tensor | None) -> Tensor:
         """An operation inside a composition that is not seen itself: the first argument is data, unless parameters."""
@@ -173,60 +174,64 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        plain = plain_of(func)
+        plain = plain_of(func) if func in PLAIN else func
         if plain is None:
             with self:
                 return inlined(func)(*args, **kwargs)
         name, kind = traits(func)
         if kind is REFUSABLE:
             refuse_train_mode(func, args, kwargs)
-        if can_unroll(func, args) and self._meets_data(args, kwargs) and not recomputed():
+        if func in UNROLLED and can_unroll(func, args) and self._meets_data(args, kwargs) and not recomputed():
             out = unrolled(func, args, kwargs, self._seen)
             self._mark(out)
             return out
         # the operations, also those on data alone, and their axes and sizes: another batch may take another way
-        self.record.trace = hash((self.record.trace, name, *_plain(args), *(_plain(kwargs.values()) if kwargs else ())))
-        given = flat(args, kwargs)
+        given, sizes = _given(args, kwargs)
+        self.record.trace = hash((self.record.trace, name, *sizes))
         read = [t for t in given if id(t) in self._sources]
-        data = any(t in self._data for t in given)
-        routed = data and self._routes(name, given)
-        target = written_to(kind, args, kwargs)
+        data = self._data.meets(given)
+        routed = data and (self._routed is not None or name in INDEXING) and self._routes(name, given)
+        target = written_to(kind, args, kwargs) if kwargs or kind is WRITING else None
         # inside torch.func the tensors are wrapped, and the graph behind them is not the outer one: left to the walk
         if not read or maybe_current_level() is not None:
             out = plain(*args, **kwargs)
             if data:
-                self._mark(out)
-                self._mark(target)
+                self._data.add(target, *(out if isinstance(out, (list, tuple)) else (out,)))
             if routed:
-                self._routed.add(*flat((out, target), {}))
+                self._reordered(out, target)
             return out
         if func in IN_PLACE and args and isinstance(args[0], Tensor):
             before = (args[0].clone() if self._graph else args[0].detach().clone(), *args[1:])
         else:
             before = args
         # where the graph goes on behind this operation, asked for before it may write into its arguments
-        onward = [edge_key(t) for t in given if t.grad_fn is not None and id(t) not in self._sources]
+        onward = [(t.grad_fn, t.output_nr) for t in given if t.grad_fn is not None and id(t) not in self._sources]
         # a tensor that holds parameters loses its name when it is written to, so the names are asked for before
         names, version = (frozenset(), 0) if target is None else (self._names(read), target._version)
         out = owned(func, plain(*args, **kwargs), given)
         if routed:
             self.record.routed = True
-            self._routed.add(*flat((out, target), {}))
+            self._reordered(out, target)
         written = target is not None and target._version != version
         if target is not None and written and (out is not target or id(target) in self._sources):
             self._write(func, target, names, data)
         else:
-            self._note(func, before, kwargs, out, read, data, onward)
+            self._note(func, name, before, kwargs, out, read, data, onward)
         return out
 
     def _routes(self, name: str, given: list[Tensor]) -> bool:
         """Whether data are indexed by something that depends on the data, now or before."""
-        if self._routed and any(t in self._routed for t in given):
+        if self._routed is not None and self._routed.meets(given):
             return True
         if name not in INDEXING:
             return False
-        indexed = [t for t in given[1:] if not t.is_floating_point() and t in self._data]
-        return bool(indexed) and (given[0] in self._data or len(given) > 2)
+        indexed = self._data.meets(t for t in given[1:] if not t.is_floating_point())
+        return indexed and (len(given) > 2 or self._data.meets(given[:1]))
+
+    def _reordered(self, *made: Any) -> None:
+        """The tensors of an operation that put data in an order which depends on them."""
+        self._routed = TensorSet() if self._routed is None else self._routed
+        self._routed.add(*flat(made, {}))
 
     def _names(self, read: list[Tensor]) -> frozenset[str]:
         return frozenset().union(*(source.names for source in map(self.source, read) if source is not None))
@@ -248,14 +253,13 @@ class Recorder(TorchFunctionMode):
         kept = self._snapshot(target.detach()) if self._snapshot is not None else None
         self.record.events.append(Event(name, kept, None, dependent))
 
-    def _note(self, func, args, kwargs, out, read: list[Tensor], data: bool, onward: list[Key]) -> None:
+    def _note(self, func, name: str, args, kwargs, out, read: list[Tensor], data: bool, onward: list[Key]) -> None:
         outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
         if not any(t.requires_grad for t in outs):
             if data:
                 self._mark(out)
             return
         number = len(self.record.events)
-        name = name_of(func)
         dependent = data or number in self._dependent
         use = None
         if dependent:
@@ -270,12 +274,14 @@ class Recorder(TorchFunctionMode):
         use = None
         if isinstance(out, Tensor) and func in RULES and not out.is_complex():
             use = RULES[func](Call(func, args, kwargs, out, self.source))
-        if use is None or len(use.sources) < len(read):  # a rule that leaves a parameter out accounts for none
+        sources = [] if use is None else use.sources
+        if use is None or len(sources) < len(read):  # a rule that leaves a parameter out accounts for none
             for missed in sorted(self._names(read)):
                 self.record.opaque.setdefault(missed, name)
             return None
         use.shape, use.edge = out.shape, get_gradient_edge(out)
-        self.record.paths.add(use.edge, onward, use.sources)
+        use.signature = out.shape, *[source if isinstance(source, Alias) else source.names for source in sources]
+        self.record.paths.add(use.edge, onward, sources)
         return use
 
     def _derive(self, func, outs: list[Tensor], read: list[Tensor], name: str) -> None:
@@ -300,14 +306,22 @@ class Recorder(TorchFunctionMode):
         return view_alias(out, self._parameters[first.name], self._whole[first.name])
 
 
-def _plain(values: Iterable[Any]) -> tuple:
-    """Whole numbers, strings, and what lists and slices hold of them: the part of a call that is no tensor."""
-    return tuple(
-        value if type(value) in _SIZES else _plain(_parts(value))
-        for value in values
-        if type(value) in _SIZES or type(value) in _NESTED
-    )
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    return (value.start, value.stop, value.step) if isinstance(value, slice) else value
+def _given(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Any]]:
+    """The tensors among arguments, as `flat` finds them, and whole numbers, strings, lists and slices of them."""
+    found, sizes = [], []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind in _SIZES:
+            sizes.append(value)
+        elif isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            inside, their_sizes = _given(value, {})
+            found += inside
+            if kind in _NESTED:
+                sizes.append(tuple(their_sizes))
+        elif isinstance(value, dict):
+            found += flat(value.values(), {})
+        elif kind is slice:
+            sizes.append(tuple(_given((value.start, value.stop, value.step), {})[1]))
+    return found, sizes

@@ -64,6 +64,8 @@ _CELLS: dict[Callable, Step] = {
     torch.rnn_tanh_cell: _rnn(torch.tanh),
     torch.rnn_relu_cell: _rnn(torch.relu),
 }
+UNROLLED = frozenset((*_STEPS, *_CELLS))
+"""The functions of recurrent layers and cells."""
 
 
 def can_unroll(func: Callable, args: tuple) -> bool:

@@ -34,8 +34,8 @@ class Call:
 
     def bind(self, *names: str, **defaults: Any) -> list:
         """Arguments by name, for operations without a Python signature."""
-        values = dict(zip(names, self.args, strict=False)) | self.kwargs
-        return [values.get(name, defaults.get(name)) for name in names]
+        values = defaults | dict(zip(names, self.args, strict=False)) | self.kwargs
+        return list(map(values.get, names))
 
 
 Rule = Callable[[Call], Use | None]

@@ -33,16 +33,13 @@ class Use(ABC):
     operation: str
     shape: torch.Size = field(init=False)
     edge: Any = field(init=False, default=None)
+    signature: tuple = field(init=False, default=())
+    """The shape of the output, and which entries of which parameters went in."""
 
     @property
     @abstractmethod
     def sources(self) -> list[Source]:
         """Where the parameters of this use came from."""
-
-    @property
-    def signature(self) -> tuple:
-        """The shape of the output, and which entries of which parameters went in."""
-        return self.shape, *(source if isinstance(source, Alias) else source.names for source in self.sources)
 
     @abstractmethod
     def without(self, names: frozenset[str]) -> Use | None:

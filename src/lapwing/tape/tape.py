@@ -151,7 +151,7 @@ class TapeRecorder(TorchFunctionMode):
         given = flat(args, kwargs)
         if not torch.is_grad_enabled():  # nothing that is made here leads back to a parameter
             out = func(*args, **kwargs)
-            if any(tensor in self._data or tensor.requires_grad for tensor in given):
+            if self._data.meets(given) or any(tensor.requires_grad for tensor in given):
                 self._data.add(*tensors_of(out))
             return out
         found = {number: self.value(tensor, name) for number, tensor in enumerate(given) if tensor.requires_grad}
@@ -163,7 +163,7 @@ class TapeRecorder(TorchFunctionMode):
                     return inlined(func)(*args, **kwargs)
             finally:
                 self._inside.pop()
-        data = any(tensor in self._data for tensor in given) or any(not value.derived for value in inputs.values())
+        data = self._data.meets(given) or any(not value.derived for value in inputs.values())
         before = args
         if inputs and kind is WRITING and args and isinstance(args[0], Tensor):
             before = (args[0].detach().clone(), *args[1:])
