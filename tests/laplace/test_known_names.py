@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
+import oracle
 from lapwing import Laplace, curvature
 from lapwing.errors import LapwingError, NotFittedError
 from lapwing.laplace import KronLaplace, LLLaplace, SubnetLaplace
 from lapwing.laplace.factory import CLASSES
+from lapwing.likelihoods import Categorical
 from lapwing.linalg import Curvature, Precision
 from lapwing.utils import FeatureExtractor
 from unchanged import unchanged
@@ -190,3 +192,52 @@ def test_features_that_are_not_there() -> None:
         FeatureExtractor(network(), feature_reduction="sum")
     with pytest.raises(ValueError, match="no module 'head'"):
         FeatureExtractor(network(), "head")
+
+
+# -- names of backends, and their options ----------------------------------------------------------------------------
+
+
+def classified() -> tuple[nn.Sequential, Tensor, Tensor]:
+    return network(), data()[0][0], torch.arange(10) % 2
+
+
+BACKENDS = {
+    "ggn": ["AsdlGGN", "AsdlInterface", "BackPackGGN", "BackPackInterface", "CurvatureInterface", "CurvlinopsGGN",
+            "CurvlinopsInterface", "GGNInterface"],
+    "empirical": ["AsdlEF", "BackPackEF", "CurvlinopsEF", "EFInterface"],
+    "hessian": ["AsdlHessian", "CurvlinopsHessian"],
+}  # fmt: skip
+
+
+def test_no_backend_is_left_out() -> None:
+    assert sorted(curvature.__all__) == sorted(name for names in BACKENDS.values() for name in names)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in BACKENDS.items() for name in names])
+def test_a_backend_gives_the_curvature_of_its_name(kind: str, name: str) -> None:
+    """G, the sum of squared gradients, or second derivatives, each by plain backward passes."""
+    model, x, y = classified()
+    la = Laplace(model, "classification", "all", "full", backend=getattr(curvature, name))
+    la.fit([(x, y)])
+    expected = {"ggn": oracle.ggn, "empirical": oracle.empirical, "hessian": oracle.hessian}[kind]
+    torch.testing.assert_close(la.H, expected(model, Categorical(), x, y), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("words", [("stochastic", "mc_samples"), ("stochastic", "num_samples"), ("mc", "mc_samples")])
+def test_the_sampled_fisher_takes_as_many_draws_as_it_is_told(words: tuple[str, str]) -> None:
+    """A draw of the target of one data point adds a matrix of rank one: with C = 5 classes, 1, 2 and at most 4."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5).double()
+    x, y = data()[0][0][:1], torch.tensor([2])
+    for draws, rank in ((1, 1), (2, 2), (60, 4)):
+        options = {words[1]: draws, **({"stochastic": True} if words[0] == "stochastic" else {})}
+        estimator = None if words[0] == "stochastic" else "mc"
+        la = Laplace(model, "classification", "all", "full", estimator=estimator, backend_kwargs=options)
+        la.fit([(x, y)], generator=torch.Generator().manual_seed(0))
+        assert torch.linalg.matrix_rank(la.H, rtol=1e-9).item() == rank
+    many = Laplace(model, "classification", "all", "full", estimator="mc", backend_kwargs={"mc_samples": 4000})
+    many.fit([(x, y)], generator=torch.Generator().manual_seed(0))
+    expected = oracle.ggn(model, Categorical(), x, y, "fisher")
+    # an entry of one draw is at most (max |x|)^2 in size: the mean of 4000 has a standard error of that / sqrt(4000)
+    bound = float(torch.cat([x, torch.ones(1, 1)], 1).square().max()) / 4000**0.5
+    assert float((many.H - expected).abs().max()) < 4 * bound

@@ -198,3 +198,23 @@ def test_unknown_link_names_the_known_ones(classifier) -> None:
     tangent, posterior, x = classifier
     with pytest.raises(OptionError, match=r"unknown link 'probbit'; expected one of \['bridge'"):
         probabilities(posterior, tangent.at(x), "probbit")
+
+
+@pytest.mark.parametrize("size", [3, 300], ids=["draws at once", "draws in turn"])
+def test_network_draws_of_a_sub_network_are_the_network_at_sampled_weights(size: int) -> None:
+    """Sampled weights take the place of the fitted ones; a large batch of inputs is run one draw after the other."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 400), nn.Tanh(), nn.Linear(400, 2)).double()
+    space = ParamSpace.of(model).select(mask=torch.tensor([0, 3, 801, 1250, 2001]))
+    tangent = Tangent(model, space)
+    x = torch.randn(size, 2, dtype=torch.float64)
+    mean = space.values(model) + 1.0  # a posterior need not be centred at the model's own weights
+    posterior = Gaussian(mean, Diagonal(torch.arange(1.0, 6.0).double()).with_prior(1.0))
+    found = network_draws(posterior, tangent, x, 3, torch.Generator().manual_seed(0))
+    own = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for theta, outputs in zip(posterior.sample(3, torch.Generator().manual_seed(0)), found, strict=True):
+        weights = own.clone()
+        weights[torch.tensor([0, 3, 801, 1250, 2001])] = theta
+        torch.nn.utils.vector_to_parameters(weights, model.parameters())
+        torch.testing.assert_close(outputs, model(x).detach())
+        torch.nn.utils.vector_to_parameters(own, model.parameters())
