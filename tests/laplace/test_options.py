@@ -375,3 +375,148 @@ def test_a_grid_of_events_that_are_all_but_certain(dtype: torch.dtype) -> None:
     ask = {"method": "gridsearch", "link_approx": "quadrature", **grid}
     la.optimize_prior_precision(val_loader=[(x, (x > 0).to(dtype))], **ask)
     assert round(float(la.prior_precision)) in (100, 10_000, 1_000_000)
+
+
+# -- densities, shapes, and arguments that are handed on ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("subset", "structure"),
+    [("all", name) for name in ("full", "diag", "kron", "ekfac", "blocks", "lowrank", "gp")]
+    + [("last_layer", name) for name in ("full", "diag", "kron", "gp")]
+    + [("subnetwork", name) for name in ("full", "diag")],
+)
+def test_densities_of_weights_are_those_of_the_gaussian(subset: str, structure: str) -> None:
+    model, x, chosen = mlp(), normal(6, 3), torch.tensor([0, 5, 13, 20])
+    options = {"subnetwork_indices": chosen} if subset == "subnetwork" else {}
+    la = Laplace(model, "classification", subset, structure, prior_precision=0.8, **options)
+    la.fit([(x, labels(6))])
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    mean = {"all": theta, "last_layer": theta[16:], "subnetwork": theta[chosen]}[subset]
+    covariance = la.posterior_covariance
+    values = mean + normal(3, len(mean), seed=2)
+    gaussian = torch.distributions.MultivariateNormal(mean, covariance)
+    given = values
+    if subset == "subnetwork":
+        given = theta.expand(3, -1).clone()
+        given[:, chosen] = values
+        torch.testing.assert_close(la.log_prob(values), gaussian.log_prob(values), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(la.log_prob(given), gaussian.log_prob(values), rtol=1e-7, atol=1e-9)
+    away = values - mean
+    squares = torch.einsum("ni,ni->n", away, torch.linalg.solve(covariance, away.mT).mT)
+    torch.testing.assert_close(la.square_norm(given), squares, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(la.log_prob(given[0], normalized=False), -squares[0] / 2, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(la.posterior_variance, covariance.diagonal(), rtol=1e-7, atol=1e-12)
+
+
+def test_auto_keeps_every_covariance_up_to_its_limit() -> None:
+    for weights, expected in ((3000, "full"), (3001, "kron")):
+        model = nn.Linear(weights, 1, bias=False)
+        assert Laplace(model, "regression", "all", "auto").structure == expected
+        assert Laplace(model, "regression", "last_layer", "auto").structure == expected
+    model = nn.Linear(4000, 1, bias=False)
+    for count, expected in ((3000, "full"), (3001, "diag")):
+        chosen = torch.arange(count)
+        assert Laplace(model, "regression", "subnetwork", "auto", chosen).structure == expected
+        assert Laplace(model, "regression", "subnetwork", "auto", subnetwork_indices=chosen).structure == expected
+
+
+def test_events_by_draws_are_a_loop_over_draws() -> None:
+    """Sigmoids of the draws, of each of two labels; and for all links of events the same mean to their accuracy."""
+    model, x = mlp(), normal(6, 3)
+    la = Laplace(model, "binary", "all", "full", prior_precision=0.5)
+    la.fit([(x, torch.stack([labels(6), 1 - labels(6)], 1).double())])
+    ask = {"n_samples": 6, "generator": torch.Generator()}
+    for kind in ("nn", "glm"):
+        ask["generator"].manual_seed(1)
+        f = la.functional_samples(x, kind, **ask)
+        ask["generator"].manual_seed(1)
+        close(la.predictive_samples(x, kind, **ask), f.sigmoid())
+        if kind == "nn":
+            ask["generator"].manual_seed(1)
+            close(la(x, pred_type="nn", **ask), f.sigmoid().mean(0))
+    f = la.functional_samples(x, n_samples=20_000, generator=torch.Generator().manual_seed(0)).sigmoid()
+    error = 5 * f.std(0) / 20_000**0.5
+    assert bool(((la(x, link_approx="quadrature") - f.mean(0)).abs() < error).all())
+    again = la(x, link_approx="mc", n_samples=20_000, generator=torch.Generator().manual_seed(1))
+    assert bool(((again - f.mean(0)).abs() < 1.5 * error).all())
+    close(la(x, link_approx="probit_full"), la(x, link_approx="probit"))
+
+
+def test_draws_of_images_have_their_classes_along_the_first_axis() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 3, 2).double()
+    x, y = normal(2, 1, 3, 3), torch.randint(3, (2, 2, 2), generator=torch.Generator().manual_seed(0))
+    la = Laplace(model, "classification", "all", "full", prior_precision=0.5)
+    la.fit([(x, y)])
+    for kind in ("glm", "nn"):
+        f = la.functional_samples(x, kind, 4, generator=torch.Generator().manual_seed(1))
+        found = la.predictive_samples(x, kind, 4, generator=torch.Generator().manual_seed(1))
+        close(found, f.softmax(2))
+        if kind == "nn":
+            close(la(x, pred_type="nn", n_samples=4, generator=torch.Generator().manual_seed(1)), f.softmax(2).mean(0))
+    many = la.functional_samples(x, n_samples=20_000, generator=torch.Generator().manual_seed(2)).softmax(2)
+    found = la(x, link_approx="mc", n_samples=20_000, generator=torch.Generator().manual_seed(3))
+    assert bool(((found - many.mean(0)).abs() < 5 * many.std(0) * (2 / 20_000) ** 0.5).all())
+
+
+@pytest.mark.parametrize("method", ["gridsearch", "pseudo_data"])
+def test_a_grid_with_a_noise_for_each_output(method: str) -> None:
+    """Two outputs with noise of 0.2 and 1.5, which belong to the likelihood and stay."""
+    model, x, sigma = mlp(), normal(20, 3), torch.tensor([0.2, 1.5], dtype=torch.float64)
+    y = model(x).detach() + 0.5 * normal(20, 2, seed=3)
+    la = Laplace(model, Gaussian(sigma=sigma), "all", "full")
+    la.fit([(x[:10], y[:10])])
+    scores = {}
+    for precision in (0.1, 1.0, 10.0, 100.0):
+        for temperature in (0.5, 5.0) if method == "pseudo_data" else (1.0,):
+            la.prior_precision, la.temperature = precision, temperature
+            mean, variance = la(x[10:], diagonal_output=True)
+            density = torch.distributions.Normal(mean, (variance + sigma.square()).sqrt()).log_prob(y[10:])
+            scores[precision, temperature] = -float(density.sum())
+    best = min(scores, key=scores.__getitem__)
+    la.prior_precision, la.temperature = 1.0, 1.0
+    search = {"log_prior_prec_min": -1, "log_prior_prec_max": 2, "grid_size": 4}
+    search |= {"counts": [20, 2]} if method == "pseudo_data" else {}
+    la.optimize_prior_precision(method=method, val_loader=[(x[10:], y[10:])], **search)
+    assert (la.prior_precision.item(), la.temperature.item()) == pytest.approx(best)
+
+
+def test_arguments_of_the_model_are_handed_on() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1).double()
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, values: Tensor, scale: Tensor) -> Tensor:
+            return self.net(values) * scale
+
+    x, scale = normal(5, 3), 1 + normal(5, 1).square()
+    la = Laplace(Scaled(), "regression", "all", "full")
+    la.fit([{"values": x, "scale": scale, "labels": normal(5, 1)}])
+    close(la({"values": x}, scale=scale)[0], net(x).detach() * scale)
+    close(la({"values": x}, scale=2 * scale)[1], 4 * la({"values": x, "scale": scale})[1])
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer", "subnetwork"])
+@pytest.mark.parametrize("kind", ["glm", "nn"])
+def test_predictions_are_functions_of_the_inputs(kind: str, subset: str) -> None:
+    """Slopes of means and variances along a direction, by central differences with the same draws."""
+    model, x, along = mlp(), normal(4, 3), normal(4, 3, seed=5)
+    options = {"subnetwork_indices": torch.tensor([0, 5, 13, 20])} if subset == "subnetwork" else {}
+    la = Laplace(model, "regression", subset, "full", prior_precision=0.5, enable_backprop=True, **options)
+    la.fit([(x, normal(4, 2))])
+
+    def value(at: Tensor) -> Tensor:
+        options = {"pred_type": kind, "n_samples": 5, "generator": torch.Generator().manual_seed(0)}
+        mean, variance = la(at, diagonal_output=kind == "glm", **options)
+        return (mean + 3 * variance).sum()
+
+    point = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(value(point), point)
+    step = 1e-5 * along
+    expected = (value(x + step) - value(x - step)).detach() / 2e-5
+    torch.testing.assert_close((slope * along).sum(), expected, rtol=1e-6, atol=1e-8)
