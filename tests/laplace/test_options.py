@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import oracle
-from lapwing import Laplace, predictive
+from lapwing import Laplace, attach, predictive
 from lapwing.errors import CurvatureError, DataError, UnsupportedOperationError
 from lapwing.laplace import BaseLaplace
 from lapwing.likelihoods import Categorical, Gaussian
@@ -520,3 +520,44 @@ def test_predictions_are_functions_of_the_inputs(kind: str, subset: str) -> None
     step = 1e-5 * along
     expected = (value(x + step) - value(x - step)).detach() / 2e-5
     torch.testing.assert_close((slope * along).sum(), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("count", "entries"), [(1, [2.0, 2.0, 2.0, 2.0]), (3, [2.0, 2.0, 3.0, 5.0]), (2, [2.0, 2.0, 3.0, 3.0])]
+)
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_precisions_of_a_sub_network_are_those_of_what_it_touches(
+    structure: str, count: int, entries: list[float]
+) -> None:
+    """Of four tensors in two modules it touches the first, third and fourth: one precision, three, or two."""
+    model, x, chosen = mlp(), normal(6, 3), torch.tensor([0, 7, 20, 25])
+    la = Laplace(model, "classification", "subnetwork", structure, subnetwork_indices=chosen)
+    la.fit([(x, labels(6))])
+    la.prior_precision = torch.tensor([2.0, 3.0, 5.0][:count])
+    curvature = oracle.ggn(model, Categorical(), x, labels(6))[chosen][:, chosen]
+    curvature = curvature.diagonal().diag() if structure == "diag" else curvature
+    matrix = curvature + torch.tensor(entries, dtype=torch.float64).diag()
+    close(la.posterior_covariance, torch.linalg.inv(matrix))
+    name = {1: "scalar", 3: "layerwise", 2: "module"}[count]
+    la.optimize_prior_precision(prior_structure=name, method="adam", n_steps=2)
+    assert len(la.prior_precision) == count
+
+
+def test_attach_hands_its_choices_on() -> None:
+    model, x = mlp(), normal(30, 3)
+    y = torch.sin(x[:, :2]) + 0.3 * normal(30, 2, seed=2)
+    la = attach(
+        model, [(x, y)], "regression", structure="diag", subset_of_weights="last_layer", prior_structure="layerwise"
+    )
+    assert (la.structure, la.space.names, len(la.prior_precision)) == ("diag", ("2.weight", "2.bias"), 2)
+    logs = [la.prior_precision.log().requires_grad_(), la.sigma_noise.log().requires_grad_()]
+    value = la.log_marginal_likelihood(*(each.exp() for each in logs))
+    assert all(float(slope.abs().max()) < 1e-3 for slope in torch.autograd.grad(value, logs))
+    drawn = [
+        attach(
+            model, [(x, labels(30))], "classification", estimator="mc", generator=torch.Generator().manual_seed(seed)
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(dense(drawn[0]), dense(drawn[1]))
+    assert not torch.equal(dense(drawn[0]), dense(drawn[2]))

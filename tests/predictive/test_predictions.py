@@ -218,3 +218,26 @@ def test_network_draws_of_a_sub_network_are_the_network_at_sampled_weights(size:
         torch.nn.utils.vector_to_parameters(weights, model.parameters())
         torch.testing.assert_close(outputs, model(x).detach())
         torch.nn.utils.vector_to_parameters(own, model.parameters())
+
+
+def test_network_draws_within_a_budget_are_as_many_as_asked_for() -> None:
+    """A budget of three draws: all ten are made, each at weights of its own, and all with the moments of the posterior.
+
+    f = w x + b is Gaussian: 3000 draws have its mean and variance within 4.5 standard errors.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1).double()
+    tangent = Tangent(model, budget=3 * 4 * 3 * 8)
+    x = torch.randn(4, 2, dtype=torch.float64)
+    precision = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    posterior = Gaussian(tangent.space.values(model), Diagonal(precision).with_prior(1.0))
+    found = network_draws(posterior, tangent, x, 10, torch.Generator().manual_seed(0))
+    assert found.shape == (10, 4, 1)
+    assert len(found[:, 0, 0].unique()) == 10
+    count = 3000
+    found = network_draws(posterior, tangent, x, count, torch.Generator().manual_seed(0))[..., 0]
+    design = torch.cat([x, torch.ones(4, 1, dtype=torch.float64)], 1)
+    variance = (design.square() / (precision + 1)).sum(1)
+    mean = model(x).detach()[:, 0]
+    assert bool(((found.mean(0) - mean).abs() < 4.5 * (variance / count).sqrt()).all())
+    assert bool(((found - mean).square().mean(0) / variance - 1).abs().max() < 4.5 * (2 / count) ** 0.5)

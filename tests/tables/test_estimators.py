@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lapwing.errors import DataError, OptionError
+from lapwing.tables import estimators
 from lapwing.tables.estimators import LaplaceClassifier, LaplaceRegressor
 
 SMALL: dict[str, Any] = {"width": 10, "depth": 1, "epochs": 20, "random_state": 0}
@@ -347,3 +348,18 @@ def test_a_regression_takes_the_noise_asked_for() -> None:
     for noise in ("constant", "varying"):
         found = LaplaceRegressor(width=4, epochs=2, noise=noise, structure="diag", random_state=0).fit(x, x[:, 0])
         assert found.spec_.varying == (noise == "varying")
+
+
+@pytest.mark.parametrize("made", [LaplaceRegressor, LaplaceClassifier])
+def test_rows_are_predicted_in_parts_as_all_at_once(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).normal(size=(30, 3))
+    y = x[:, 0] if made is LaplaceRegressor else (x[:, 0] > 0).astype(int)
+    found = made(width=4, epochs=1, structure="diag", random_state=0).fit(x, y)
+    asked = [lambda: found.predict(x)]
+    asked += (
+        [lambda: found.predict(x, return_std=True)] if made is LaplaceRegressor else [lambda: found.predict_proba(x)]
+    )
+    before = [np.stack(each()) for each in asked]
+    monkeypatch.setattr(estimators, "ROWS", 7)
+    for ours, each in zip(before, asked, strict=True):
+        np.testing.assert_allclose(np.stack(each()), ours, rtol=1e-12)

@@ -14,6 +14,7 @@ import torch
 from lapwing.errors import LapwingWarning, OptionError
 from lapwing.metrics import coverage
 from lapwing.predictive import Amounts
+from lapwing.tables import fit, reading
 from lapwing.tables.bundle import Bundle
 from lapwing.tables.conformal import Conformal, quantile
 from lapwing.tables.fit import FEW, calibrated, fit_table
@@ -22,6 +23,7 @@ from lapwing.tables.scoring import LEVELS, Summary, likely_set, score_amounts, s
 from lapwing.tables.training import Spec
 
 SMALL = Spec(1, 1, width=8, depth=1)
+LINEAR = Spec(1, 1, depth=0)
 
 
 def houses(rows: int = 400, seed: int = 0) -> pd.DataFrame:
@@ -326,3 +328,29 @@ def test_the_row_of_map_is_scored_by_the_network_alone(amounts: Bundle, classes:
         assert row.conformal_90 == pytest.approx(float(sets.double().mean()), abs=0.004)
         other = classes.conformal.sets(p, 0.9)[torch.arange(300), labels]
         assert float(other.double().mean()) < float(sets.double().mean()) - 0.01
+
+
+def test_a_table_in_several_chunks_is_fitted_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 256 rows: statistics, split and inputs are those of the whole table."""
+    whole = fit_table(houses(), "garden", epochs=1, spec=LINEAR)
+    monkeypatch.setattr(reading, "CELLS", 1)
+    assert len(list(open_table(houses()).chunks())) == 2
+    parts = fit_table(houses(), "garden", epochs=1, spec=LINEAR)
+    new = houses(300, seed=1)
+    ours, theirs = whole.predict(new), parts.predict(new)
+    assert parts.summary.rows_used == whole.summary.rows_used
+    assert parts.tested == whole.tested  # the inputs of the rows to test, bit for bit
+    for column in ("p_True", "entropy", "sd_epistemic"):
+        np.testing.assert_allclose(theirs[column], ours[column], rtol=1e-4)
+
+
+def test_a_table_too_large_for_memory_is_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight inputs a row and 960 numbers: 120 of 400 rows, divided as the whole would be, and it is said."""
+    monkeypatch.setattr(fit, "NUMBERS", 960)
+    bundle, again = (fit_table(houses(), "garden", epochs=1, spec=LINEAR, seed=seed) for seed in (0, 1))
+    used = bundle.summary.rows_used
+    assert len(bundle.encoder.inputs) == 8
+    assert 100 < sum(used.values()) <= 120
+    assert used["train"] > used["calibration"] + used["test"]
+    assert any(f"Of 400 rows, {sum(used.values())} were drawn at random" in note for note in bundle.notes)
+    assert again.encoder.columns != bundle.encoder.columns  # other rows
