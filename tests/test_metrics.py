@@ -153,3 +153,12 @@ def test_other_refusals_name_the_remedy() -> None:
         metrics.auroc(one, one * float("nan"))
     with pytest.raises(DataError, match=r"scores_in has shape.*at least one"):
         metrics.auroc(one[:0], one)
+
+
+@pytest.mark.parametrize("types", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_scores_of_two_types_are_compared_in_the_finer_one(types: tuple[torch.dtype, torch.dtype]) -> None:
+    """1 and 1 + 1e-10 are one number in float32."""
+    near = torch.tensor([1 + 1e-10], dtype=torch.float64)
+    one = torch.tensor([1.0], dtype=torch.float32)
+    found = metrics.auroc(one, near) if types[0] is torch.float32 else metrics.auroc(near, one)
+    assert found == (1.0 if types[0] is torch.float32 else 0.0)

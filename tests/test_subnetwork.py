@@ -413,3 +413,50 @@ def test_a_likelihood_may_be_a_name_an_enum_or_an_object() -> None:
     ]
     assert torch.equal(choices[0], choices[1])
     assert torch.equal(choices[0], choices[2])
+
+
+def test_a_module_whose_name_begins_as_another_is_another() -> None:
+    model = nn.Module()
+    for name in ("layer1", "layer10", "layer1_norm"):
+        model.add_module(name, nn.Linear(2, 2))
+    model.register_parameter("layer1x", nn.Parameter(torch.zeros(3)))
+    space = ParamSpace.of(model)
+    assert subnetwork.by_modules(space, ["layer1"]).names == ("layer1.weight", "layer1.bias")
+    assert subnetwork.by_modules(space, ["layer10"]).names == ("layer10.weight", "layer10.bias")
+    mask = subnetwork.ModuleNameSubnetMask(model, ["layer1"])
+    assert mask.select().tolist() == list(range(3, 9))  # behind the model's own parameter of three entries
+    assert subnetwork.ParamNameSubnetMask(model, ["layer1.bias"]).select().tolist() == [7, 8]
+
+
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.5, 0.1)])
+def test_swag_takes_its_momentum_and_decay(momentum: float, decay: float) -> None:
+    """By torch's own SGD."""
+    model = network()
+    found = subnetwork.swag_variance(model, data(), Categorical(), 3, 1, 0.05, momentum, decay)
+    own = copy.deepcopy(model)
+    optimiser = torch.optim.SGD(own.parameters(), lr=0.05, momentum=momentum, weight_decay=decay)
+    states = []
+    for _ in range(3):
+        for x, y in data():
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(own(x), y).backward()
+            optimiser.step()
+        states.append(flat(own))
+    torch.testing.assert_close(found, torch.stack(states).var(0, correction=0), rtol=1e-9, atol=1e-18)
+
+
+def test_a_mask_by_swag_of_a_regression() -> None:
+    model = network()
+    loader = [(x, torch.sin(x @ torch.ones(2, 3, dtype=torch.float64))) for x, _ in data()]
+    mask = subnetwork.LargestVarianceSWAGSubnetMask(model, 6, "regression", 3, 1, 0.02)
+    variance = subnetwork.swag_variance(model, loader, Gaussian(), 3, 1, 0.02)
+    assert torch.equal(mask.select(loader), variance.topk(6).indices.sort().values)
+
+
+def test_random_is_uniform_where_most_are_drawn(generator: torch.Generator) -> None:
+    """20 of 27, by a permutation: each as often as 20 / 27 of 1000 draws, within 4.5 standard errors."""
+    space, counts = ParamSpace.of(network()), torch.zeros(27)
+    for _ in range(1000):
+        counts[subnetwork.random(space, 20, generator).index] += 1
+    share = 20 / 27
+    assert float((counts / 1000 - share).abs().max()) < 4.5 * (share * (1 - share) / 1000) ** 0.5

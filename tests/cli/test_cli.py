@@ -21,6 +21,7 @@ import lapwing
 from lapwing.cli import console
 from lapwing.cli.commands import app
 from lapwing.cli.console import Stages
+from lapwing.tables.bundle import Bundle
 
 SMALL = ["--epochs", "60", "--width", "8", "--depth", "1"]
 
@@ -483,3 +484,16 @@ def test_a_name_that_no_file_can_have_is_found_before_the_fit(tmp_path: Path, le
         assert found.exit_code
         assert "too long for the file system" in " ".join(found.output.split())
     assert [each.name for each in tmp_path.iterdir()] == ["d.csv"]
+
+
+def test_the_options_of_fit_reach_the_model(folder: Path, tmp_path: Path) -> None:
+    network = ["--network", "resnet", "--width", "6", "--depth", "2", "--epochs", "2", "--noise", "varying"]
+    ok("fit", folder / "houses.csv", "--target", "price", "--out", tmp_path / "a", *network, "--seed", "5")
+    bundle = Bundle.load(tmp_path / "a")
+    assert (bundle.spec.kind, bundle.spec.width, bundle.spec.depth) == ("resnet", 6, 2)
+    assert (bundle.spec.varying, bundle.seed) == (True, 5)
+    (tmp_path / "t.csv").write_text("a,y\n" + "".join(f"{i},{i % 3}\n" for i in range(60)))
+    as_amounts = ["--task", "regression", "--noise", "constant", "--epochs", "1", "--width", "2"]
+    ok("fit", tmp_path / "t.csv", "--target", "y", *as_amounts, "--out", tmp_path / "b")
+    other = Bundle.load(tmp_path / "b")
+    assert (other.task, other.spec.varying, other.spec.width, other.spec.kind) == ("regression", False, 2, "mlp")

@@ -17,7 +17,7 @@ from lapwing.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian,
 from lapwing.likelihoods import Gaussian as GaussianLikelihood
 from lapwing.linalg import Curvature
 from lapwing.posterior import Gaussian
-from lapwing.predictive import probabilities, variances
+from lapwing.predictive import candidates, probabilities, variances
 from lapwing.tangent import Tangent
 from unchanged import unchanged
 
@@ -393,3 +393,23 @@ def test_a_metric_that_is_better_when_larger_is_refused() -> None:
     metric.higher_is_better = True  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(OptionError, match=r"Mean is better when larger; expected a loss.*negative"):
         classification().grid(score=metric)
+
+
+@pytest.mark.parametrize("size", [1, 5000])
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Poisson()], ids=lambda each: type(each).__name__)
+def test_candidates_are_scored_in_parts_as_all_at_once(
+    likelihood: Likelihood, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a cache holds one candidate at a time, or two; the order of candidates stays."""
+    outputs = 4 if isinstance(likelihood, Categorical) else 2
+    made = problem(likelihood, outputs, likelihood.sample)
+    draws = {} if isinstance(likelihood, (Categorical, Bernoulli)) else {"samples": 3}
+
+    def scores() -> Tensor:
+        generator = {"generator": torch.Generator().manual_seed(0)} if draws else {}
+        return made.grid(**draws, **generator).scores
+
+    whole = scores()
+    monkeypatch.setattr(candidates, "CACHE", size)
+    torch.testing.assert_close(scores(), whole, rtol=1e-12, atol=0)
+    assert len(whole.unique()) == len(PRECISIONS)

@@ -270,3 +270,25 @@ def test_log_prob_of_precisions_that_entries_share(problem: Linear, numbers: lis
     each = torch.tensor([*numbers[:1] * 3, numbers[-1]], dtype=torch.float64)  # three weights and a bias
     expected = torch.distributions.Normal(torch.zeros_like(theta), each.rsqrt()).log_prob(theta).sum()
     torch.testing.assert_close(prior.log_prob(theta), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("power", "temperature"), [(2, 1.0), (2, 3.0), (4, 1.0), (4, 3.0)])
+def test_the_noise_divides_a_curvature_at_unit_noise_by_its_power(
+    problem: Linear, power: int, temperature: float
+) -> None:
+    """Second derivatives carry 1 / sigma^2, squared gradients 1 / sigma^4; every term of the evidence by hand."""
+    plain, sigma = problem.evidence(), 0.7
+    evidence = Evidence(plain.curvature, plain.mean, plain.fit, power)
+    prior = Prior.per_tensor(problem.tangent.space, [1.5, 4.0])
+    each = torch.tensor([1.5, 1.5, 1.5, 4.0], dtype=torch.float64)
+    matrix = problem.design.mT @ problem.design / (sigma**power * temperature) + each.diag()
+    variance = evidence.precision(prior, sigma, temperature).variance()
+    torch.testing.assert_close(variance, torch.linalg.inv(matrix).diagonal(), rtol=1e-9, atol=0)
+    residuals = problem.y - problem.tangent.at(problem.x).value
+    fit = torch.distributions.Normal(0.0, torch.tensor(sigma, dtype=torch.float64)).log_prob(residuals).sum()
+    ratio = each.log().sum() - (each * plain.mean.square()).sum() - torch.logdet(matrix)
+    found = evidence.log_marginal(prior, sigma, temperature)
+    torch.testing.assert_close(found, fit / temperature + ratio / 2, rtol=1e-9, atol=0)
+    gamma = torch.ones_like(each) - each * torch.linalg.inv(matrix).diagonal()
+    expected = torch.stack([gamma[:3].sum(), gamma[3]])
+    torch.testing.assert_close(evidence.effective_parameters(prior, sigma, temperature), expected, rtol=1e-9, atol=0)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import BaseLaplace, Laplace
-from lapwing.laplace.calibration import ERRORS, HeldOut, leave_one_out, point_noise, rescale
+from lapwing.laplace import calibration
+from lapwing.laplace.calibration import ERRORS, HeldOut, calibrate, leave_one_out, point_noise, rescale
 from lapwing.likelihoods import Gaussian
 from lapwing.predictive.amounts import SPREAD
 
@@ -116,3 +117,32 @@ def test_a_scale_changes_where_it_gains_by_several_standard_errors() -> None:
     said = [rescale(other, held_out(5.0, 60, other), errors) for errors in (1e3, 0.0)]
     assert "left as the evidence chose it" in said[0]
     assert "was multiplied by" in said[1]
+
+
+@pytest.mark.parametrize(("structure", "estimator"), [("full", "exact"), ("full", "empirical"), ("diag", "exact")])
+def test_calibration_multiplies_covariance_and_noise_each_by_one_number(
+    structure: str, estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best pair of the grid by a loop over densities; every entry of the covariance goes up by the same factor."""
+    for name in ("COVARIANCE", "NOISE"):
+        monkeypatch.setattr(calibration, name, getattr(calibration, name)[::5])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 2, generator=generator, dtype=torch.float64)
+    y = torch.sin(2 * x[:, :1]) + 0.5 * torch.randn(60, 1, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    la = Laplace(model, "regression", "all", structure, sigma_noise=0.2, temperature=1.7, estimator=estimator)
+    la.fit([(x[:30], y[:30])])
+    before, u, v = la.posterior_covariance, x[30:], y[30:]
+    mean, variance = la(u, diagonal_output=True)
+
+    def score(c: float, s: float) -> float:
+        spread = (c * variance + (0.2 * s) ** 2).sqrt()
+        return float(torch.distributions.Normal(mean, spread).log_prob(v).sum())
+
+    pairs = [(c, s) for c in calibration.COVARIANCE.tolist() for s in calibration.NOISE.tolist()]
+    best = max(pairs, key=lambda pair: score(*pair))
+    assert score(*best) > score(1.0, 1.0) + 2
+    calibrate(la, [(u[:11], v[:11]), (u[11:], v[11:])])
+    torch.testing.assert_close(la.posterior_covariance, best[0] * before, rtol=1e-8, atol=1e-12)
+    assert la.sigma_noise.item() == pytest.approx(0.2 * best[1])

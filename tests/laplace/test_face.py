@@ -452,3 +452,19 @@ def test_a_failed_evidence_keeps_the_hyper_parameters() -> None:
 def test_every_public_name_is_there() -> None:
     for name in lapwing.__all__:
         assert hasattr(lapwing, name)
+
+
+@pytest.mark.parametrize("outputs", [3, 70], ids=["few outputs", "many outputs"])
+def test_probabilities_by_draws_meet_their_mean(outputs: int) -> None:
+    """Softmax of correlated logits, by draws of the weights put into the linearised network one by one."""
+    torch.manual_seed(0)
+    model = nn.Linear(D, outputs).double()
+    la = Laplace(model, "classification", "all", "full", prior_precision=0.2)
+    la.fit([(inputs(40, 7), torch.arange(40) % outputs)])
+    x, count = inputs(2), 4000
+    weights = la.sample(count, generator=torch.Generator().manual_seed(1))
+    w, b = weights[:, : D * outputs].unflatten(1, (outputs, D)), weights[:, D * outputs :]
+    drawn = (torch.einsum("bd,scd->sbc", x, w) + b.unsqueeze(1)).softmax(-1)
+    found = la(x, link_approx="mc", n_samples=count, generator=torch.Generator().manual_seed(2))
+    error = drawn.std(0) * (2 / count) ** 0.5  # of the difference of two means
+    assert bool(((found - drawn.mean(0)).abs() < 4.5 * error).all())

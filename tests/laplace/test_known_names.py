@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from lapwing import Laplace, curvature
+import oracle
+from lapwing import Laplace, curvature, subnetwork, utils
 from lapwing.errors import LapwingError, NotFittedError
 from lapwing.laplace import KronLaplace, LLLaplace, SubnetLaplace
 from lapwing.laplace.factory import CLASSES
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from lapwing.linalg import Curvature, Precision
 from lapwing.utils import FeatureExtractor
 from unchanged import unchanged
@@ -190,3 +194,112 @@ def test_features_that_are_not_there() -> None:
         FeatureExtractor(network(), feature_reduction="sum")
     with pytest.raises(ValueError, match="no module 'head'"):
         FeatureExtractor(network(), "head")
+
+
+# -- names of backends, and their options ----------------------------------------------------------------------------
+
+
+def classified() -> tuple[nn.Sequential, Tensor, Tensor]:
+    return network(), data()[0][0], torch.arange(10) % 2
+
+
+BACKENDS = {
+    "ggn": ["AsdlGGN", "AsdlInterface", "BackPackGGN", "BackPackInterface", "CurvatureInterface", "CurvlinopsGGN",
+            "CurvlinopsInterface", "GGNInterface"],
+    "empirical": ["AsdlEF", "BackPackEF", "CurvlinopsEF", "EFInterface"],
+    "hessian": ["AsdlHessian", "CurvlinopsHessian"],
+}  # fmt: skip
+
+
+def test_no_backend_is_left_out() -> None:
+    assert sorted(curvature.__all__) == sorted(name for names in BACKENDS.values() for name in names)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in BACKENDS.items() for name in names])
+def test_a_backend_gives_the_curvature_of_its_name(kind: str, name: str) -> None:
+    """G, the sum of squared gradients, or second derivatives, each by plain backward passes."""
+    model, x, y = classified()
+    la = Laplace(model, "classification", "all", "full", backend=getattr(curvature, name))
+    la.fit([(x, y)])
+    expected = {"ggn": oracle.ggn, "empirical": oracle.empirical, "hessian": oracle.hessian}[kind]
+    torch.testing.assert_close(la.H, expected(model, Categorical(), x, y), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("words", [("stochastic", "mc_samples"), ("stochastic", "num_samples"), ("mc", "mc_samples")])
+def test_the_sampled_fisher_takes_as_many_draws_as_it_is_told(words: tuple[str, str]) -> None:
+    """A draw of the target of one data point adds a matrix of rank one: with C = 5 classes, 1, 2 and at most 4."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5).double()
+    x, y = data()[0][0][:1], torch.tensor([2])
+    for draws, rank in ((1, 1), (2, 2), (60, 4)):
+        options = {words[1]: draws, **({"stochastic": True} if words[0] == "stochastic" else {})}
+        estimator = None if words[0] == "stochastic" else "mc"
+        la = Laplace(model, "classification", "all", "full", estimator=estimator, backend_kwargs=options)
+        la.fit([(x, y)], generator=torch.Generator().manual_seed(0))
+        assert torch.linalg.matrix_rank(la.H, rtol=1e-9).item() == rank
+    many = Laplace(model, "classification", "all", "full", estimator="mc", backend_kwargs={"mc_samples": 4000})
+    many.fit([(x, y)], generator=torch.Generator().manual_seed(0))
+    expected = oracle.ggn(model, Categorical(), x, y, "fisher")
+    # an entry of one draw is at most (max |x|)^2 in size: the mean of 4000 has a standard error of that / sqrt(4000)
+    bound = float(torch.cat([x, torch.ones(1, 1)], 1).square().max()) / 4000**0.5
+    assert float((many.H - expected).abs().max()) < 4 * bound
+
+
+ENUMS = [each for each in vars(utils).values() if isinstance(each, type) and issubclass(each, Enum)]
+
+
+def test_members_of_enums_are_called_as_their_values_and_masks_are_those_of_subnetwork() -> None:
+    assert len(ENUMS) == 8
+    for each in ENUMS:
+        assert [member.value for member in each] == [name.lower() for name in each.__members__]
+    masks = [name for name in vars(utils) if name.endswith("Mask")]
+    assert len(masks) == 8
+    assert all(getattr(utils, name) is getattr(subnetwork, name) for name in masks)
+
+
+@pytest.mark.parametrize("task", [each for each in utils.Likelihood if each != utils.Likelihood.REWARD_MODELING])
+def test_a_task_by_its_name_or_member_has_its_own_likelihood(task: utils.Likelihood) -> None:
+    likelihood, y = {
+        "regression": (Gaussian(), torch.sin(data()[0][0][:, :2])),
+        "classification": (Categorical(), torch.arange(10) % 2),
+        "binary": (Bernoulli(), (data()[0][0][:, :2] > 0).double()),
+        "poisson": (Poisson(), torch.arange(20.0).reshape(10, 2).double()),
+        "heteroscedastic": (HeteroscedasticGaussian(), torch.sin(data()[0][0][:, :1])),
+    }[task.value]
+    x = data()[0][0]
+    for given in (task, task.value, likelihood):
+        la = Laplace(network(), given, utils.SubsetOfWeights.ALL, utils.HessianStructure.FULL)
+        la.fit([(x, y)])
+        expected = oracle.ggn(la.model, likelihood, x, y)
+        torch.testing.assert_close(la.H, expected, rtol=1e-8, atol=1e-10)
+        fit = likelihood.log_prob(la.model(x), y).sum().detach()
+        torch.testing.assert_close(la.log_likelihood, fit)
+
+
+def test_members_are_taken_wherever_names_are() -> None:
+    la = Laplace(network(), "classification", "all", "full")
+    x, y = data()[0][0], torch.arange(10) % 2
+    la.fit([(x, y)])
+    for link in (utils.LinkApprox.PROBIT, utils.LinkApprox.BRIDGE_NORM):
+        torch.testing.assert_close(la(x, utils.PredType.GLM, link_approx=link), la(x, link_approx=link.value))
+    grid = {"val_loader": [(x, y)], "grid_size": 3, "link_approx": utils.LinkApprox.PROBIT_FULL}
+    la.optimize_prior_precision(utils.PredType.GLM, utils.TuningMethod.GRIDSEARCH, **grid)
+    assert len(la.prior_precision) == 1
+    by = {"prior_structure": utils.PriorStructure.MODULE, "n_steps": 2}
+    la.optimize_prior_precision(method=utils.TuningMethod.ADAM, **by)
+    assert len(la.prior_precision) == 2
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "gp"])
+def test_a_noise_level_of_the_likelihood_is_that_of_the_posterior(structure: str) -> None:
+    (x, y) = data()[0]
+    objects = (Gaussian(0.4), {}), ("regression", {"sigma_noise": 0.4}), (Gaussian(0.4), {"sigma_noise": 0.4})
+    found = []
+    for likelihood, options in objects:
+        la = Laplace(network(), likelihood, "all", structure, **options)
+        la.fit([(x, y)])
+        la.optimize_prior_precision(method="adam", n_steps=2)
+        found.append((la(x), la.log_marginal_likelihood(), la.sigma_noise))
+        assert la.sigma_noise.item() == pytest.approx(0.4)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])

@@ -178,3 +178,14 @@ def test_zeros_and_ones_of_any_dtype_are_binary_targets(dtype):
 
 def test_a_valid_target_passes(problem):
     problem.likelihood.check(problem.f, problem.y)
+
+
+@pytest.mark.parametrize("of", ["hessian_sqrt", "psd_hessian"])
+def test_one_second_derivative_that_is_not_finite_names_its_data_point(of):
+    """f_0^2 + sqrt(f_1): the Hessian is diag(2, -f_1^(-3/2) / 4), infinite in one entry at f_1 = 0."""
+    likelihood = from_function(lambda f, y: f[0] ** 2 + f[1].sqrt() + 0 * y.sum())
+    f = torch.tensor([[1.0, 1.0], [1.0, 4.0], [1.0, 0.0]])
+    assert likelihood.hessian(f, zeros(3, 1))[2].isfinite().any()
+    getattr(likelihood, of)(f[:2], zeros(2, 1))
+    with pytest.raises(DataError, match="data point 2 of the batch"):
+        getattr(likelihood, of)(f, zeros(3, 1))

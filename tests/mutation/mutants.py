@@ -574,6 +574,7 @@ SECOND_BELOW = (
         "        upper[..., stop:, start:stop] = upper[..., start:stop, stop:].mT\n",
         "",
         (
+            "estimate/test_symmetric_sums.py",
             "estimate/test_estimators.py",
             "estimate/test_exact_blocks.py",
             "estimate/test_kronecker.py",
@@ -866,6 +867,7 @@ SECOND_ABOVE = (
         'masked_fill(~attn_mask, float("-inf"))',
         'masked_fill(attn_mask, float("-inf"))',
         (
+            "tangent/test_attention.py",
             "tangent/test_recorder.py",
             "tape/test_tape.py",
             "tangent/test_adversarial.py",
@@ -915,6 +917,7 @@ SECOND_ABOVE = (
         "spread = all(key in names for key in x) or any(p.kind == kinds.VAR_KEYWORD for p in parameters)",
         "spread = all(key in names for key in x)",
         (
+            "tangent/test_inputs.py",
             "tangent/test_recorder.py",
             "tangent/test_adversarial.py",
             "laplace/test_loaders.py",

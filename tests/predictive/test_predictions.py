@@ -198,3 +198,46 @@ def test_unknown_link_names_the_known_ones(classifier) -> None:
     tangent, posterior, x = classifier
     with pytest.raises(OptionError, match=r"unknown link 'probbit'; expected one of \['bridge'"):
         probabilities(posterior, tangent.at(x), "probbit")
+
+
+@pytest.mark.parametrize("size", [3, 300], ids=["draws at once", "draws in turn"])
+def test_network_draws_of_a_sub_network_are_the_network_at_sampled_weights(size: int) -> None:
+    """Sampled weights take the place of the fitted ones; a large batch of inputs is run one draw after the other."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 400), nn.Tanh(), nn.Linear(400, 2)).double()
+    space = ParamSpace.of(model).select(mask=torch.tensor([0, 3, 801, 1250, 2001]))
+    tangent = Tangent(model, space)
+    x = torch.randn(size, 2, dtype=torch.float64)
+    mean = space.values(model) + 1.0  # a posterior need not be centred at the model's own weights
+    posterior = Gaussian(mean, Diagonal(torch.arange(1.0, 6.0).double()).with_prior(1.0))
+    found = network_draws(posterior, tangent, x, 3, torch.Generator().manual_seed(0))
+    own = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for theta, outputs in zip(posterior.sample(3, torch.Generator().manual_seed(0)), found, strict=True):
+        weights = own.clone()
+        weights[torch.tensor([0, 3, 801, 1250, 2001])] = theta
+        torch.nn.utils.vector_to_parameters(weights, model.parameters())
+        torch.testing.assert_close(outputs, model(x).detach())
+        torch.nn.utils.vector_to_parameters(own, model.parameters())
+
+
+def test_network_draws_within_a_budget_are_as_many_as_asked_for() -> None:
+    """A budget of three draws: all ten are made, each at weights of its own, and all with the moments of the posterior.
+
+    f = w x + b is Gaussian: 3000 draws have its mean and variance within 4.5 standard errors.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1).double()
+    tangent = Tangent(model, budget=3 * 4 * 3 * 8)
+    x = torch.randn(4, 2, dtype=torch.float64)
+    precision = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    posterior = Gaussian(tangent.space.values(model), Diagonal(precision).with_prior(1.0))
+    found = network_draws(posterior, tangent, x, 10, torch.Generator().manual_seed(0))
+    assert found.shape == (10, 4, 1)
+    assert len(found[:, 0, 0].unique()) == 10
+    count = 3000
+    found = network_draws(posterior, tangent, x, count, torch.Generator().manual_seed(0))[..., 0]
+    design = torch.cat([x, torch.ones(4, 1, dtype=torch.float64)], 1)
+    variance = (design.square() / (precision + 1)).sum(1)
+    mean = model(x).detach()[:, 0]
+    assert bool(((found.mean(0) - mean).abs() < 4.5 * (variance / count).sqrt()).all())
+    assert bool(((found - mean).square().mean(0) / variance - 1).abs().max() < 4.5 * (2 / count) ** 0.5)

@@ -17,8 +17,11 @@ from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_sp
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lapwing.errors import DataError, OptionError
+from lapwing.tables import estimators
 from lapwing.tables.estimators import LaplaceClassifier, LaplaceRegressor
 
 SMALL: dict[str, Any] = {"width": 10, "depth": 1, "epochs": 20, "random_state": 0}
@@ -292,3 +295,71 @@ else:
     raise SystemExit("imported")
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("made", [LaplaceRegressor, LaplaceClassifier])
+@pytest.mark.parametrize(
+    ("options", "weights", "activation"),
+    [
+        ({"width": 7, "depth": 2}, 4 * 7 + 8 * 7 + 8, nn.Tanh),
+        ({"width": 6, "depth": 1, "activation": "relu"}, 4 * 6 + 7, nn.ReLU),
+        ({"width": 5, "depth": 1, "activation": "silu", "kind": "resnet"}, 4 * 5 + 2 * 6 * 5 + 6, nn.SiLU),
+    ],
+)
+def test_the_network_is_the_one_asked_for(made: Any, options: dict[str, Any], weights: int, activation: type) -> None:
+    """Counted by hand for three inputs and one output; the classes are two."""
+    x = np.random.default_rng(0).normal(size=(30, 3))
+    y = x[:, 0] if made is LaplaceRegressor else (x[:, 0] > 0).astype(int)
+    found = made(**options, epochs=1, structure="diag", random_state=0).fit(x, y)
+    outputs = 2 - (made is LaplaceRegressor)
+    last = options["width"] + 1
+    assert sum(p.numel() for p in found.model_.parameters()) == weights + (outputs - 1) * last
+    kinds = {type(module) for module in found.model_.modules()} & {nn.Tanh, nn.ReLU, nn.SiLU}
+    assert kinds == {activation}
+
+
+@pytest.mark.parametrize("made", [LaplaceRegressor, LaplaceClassifier])
+def test_epochs_batches_and_structure_are_those_asked_for(made: Any) -> None:
+    """Passes over 30 rows, of which none are apart: steps of the optimiser of the weights per batch and epoch."""
+    x = np.random.default_rng(0).normal(size=(30, 3))
+    y = x[:, 0] if made is LaplaceRegressor else (x[:, 0] > 0).astype(int)
+    counts = {}
+    for epochs, size in ((4, 30), (8, 30), (4, 10), (4, 7)):
+        steps: list[int] = []
+        hook = register_optimizer_step_post_hook(lambda *_, steps=steps: steps.append(1))
+        try:
+            found = made(width=4, epochs=epochs, batch_size=size, structure="diag", random_state=0).fit(x, y)
+        finally:
+            hook.remove()
+        assert found.laplace_.structure == "diag"
+        counts[epochs, size] = len(steps)
+    if made is LaplaceRegressor:
+        assert counts == {(4, 30): 4, (8, 30): 8, (4, 10): 12, (4, 7): 20}
+    else:  # the prior is searched in stretches of a quarter of the epochs, two or more
+        assert counts[4, 30] >= 6
+        assert counts[8, 30] >= 12
+        assert counts[4, 10] >= 18
+        assert counts[4, 7] >= 30
+    assert made(width=4, epochs=1, structure="kron", random_state=0).fit(x, y).laplace_.structure == "kron"
+
+
+def test_a_regression_takes_the_noise_asked_for() -> None:
+    x = np.random.default_rng(0).normal(size=(30, 2))
+    for noise in ("constant", "varying"):
+        found = LaplaceRegressor(width=4, epochs=2, noise=noise, structure="diag", random_state=0).fit(x, x[:, 0])
+        assert found.spec_.varying == (noise == "varying")
+
+
+@pytest.mark.parametrize("made", [LaplaceRegressor, LaplaceClassifier])
+def test_rows_are_predicted_in_parts_as_all_at_once(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).normal(size=(30, 3))
+    y = x[:, 0] if made is LaplaceRegressor else (x[:, 0] > 0).astype(int)
+    found = made(width=4, epochs=1, structure="diag", random_state=0).fit(x, y)
+    asked = [lambda: found.predict(x)]
+    asked += (
+        [lambda: found.predict(x, return_std=True)] if made is LaplaceRegressor else [lambda: found.predict_proba(x)]
+    )
+    before = [np.stack(each()) for each in asked]
+    monkeypatch.setattr(estimators, "ROWS", 7)
+    for ours, each in zip(before, asked, strict=True):
+        np.testing.assert_allclose(np.stack(each()), ours, rtol=1e-12)

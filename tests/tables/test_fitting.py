@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log, pi
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,14 +14,16 @@ import torch
 from lapwing.errors import LapwingWarning, OptionError
 from lapwing.metrics import coverage
 from lapwing.predictive import Amounts
+from lapwing.tables import fit, reading
 from lapwing.tables.bundle import Bundle
-from lapwing.tables.conformal import Conformal
-from lapwing.tables.fit import FEW, fit_table
+from lapwing.tables.conformal import Conformal, quantile
+from lapwing.tables.fit import FEW, calibrated, fit_table
 from lapwing.tables.reading import open_table
 from lapwing.tables.scoring import LEVELS, Summary, likely_set, score_amounts, score_classes
 from lapwing.tables.training import Spec
 
 SMALL = Spec(1, 1, width=8, depth=1)
+LINEAR = Spec(1, 1, depth=0)
 
 
 def houses(rows: int = 400, seed: int = 0) -> pd.DataFrame:
@@ -266,3 +270,87 @@ def test_scores_of_varying_noise_are_those_of_the_mixture() -> None:
 def test_a_wrong_noise_is_refused() -> None:
     with pytest.raises(OptionError, match=r"noise is 'both'.*expected one of.*'varying'"):
         fit_table(houses(100), "price", noise="both")
+
+
+def test_conformal_scores_of_the_network_and_of_the_posterior_are_their_own(
+    amounts: Bundle, classes: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """|y - mean| / sd from the columns of the predictions: their deviation, and the one noise of the network alone."""
+    new = houses(60, seed=4)
+    x, y = amounts.encoder(new), torch.tensor(new["price"].to_numpy())
+    again, found = calibrated(amounts, x, y), amounts.predict(new)
+    away = np.abs(new["price"] - found["mean"])
+    np.testing.assert_allclose(again.conformal.scores, away / found["sd"], rtol=1e-4)
+    np.testing.assert_allclose(again.conformal_map.scores, away / amounts.noise_map, rtol=1e-4)
+    assert found["sd"].std() > 1e-3 * found["sd"].mean()
+    # a posterior that makes a difference: its covariance times 1000
+    monkeypatch.setattr(classes.la, "temperature", 1e3 * classes.la.temperature)
+    monkeypatch.setattr(classes.la, "prior_precision", 1e-3 * classes.la.prior_precision)
+    flower = flowers(60, seed=4)
+    labels = torch.tensor([classes.classes.index(kind) for kind in flower["kind"]])
+    again, found = calibrated(classes, classes.encoder(flower), labels), classes.predict(flower)
+    chosen = [found.loc[i, f"p_{kind}"] for i, kind in enumerate(flower["kind"])]
+    np.testing.assert_allclose(again.conformal.scores, 1 - np.array(chosen), rtol=1e-4, atol=1e-6)
+    alone = classes.model.eval()(classes.encoder(flower)).softmax(1)[torch.arange(60), labels].detach()
+    assert float((alone - torch.tensor(chosen)).abs().max()) > 1e-3
+    np.testing.assert_allclose(again.conformal_map.scores, 1 - alone, rtol=1e-4, atol=1e-6)
+
+
+def test_the_row_of_map_is_scored_by_the_network_alone(amounts: Bundle, classes: Bundle, tmp_path: Path) -> None:
+    """Densities and (conformal) intervals with the one noise, and the network's probabilities; also when loaded."""
+    new, flower = houses(300, seed=2), flowers(300, seed=2)
+    found = amounts.predict(new)
+    away = torch.tensor((new["price"] - found["mean"]).to_numpy()) / amounts.noise_map
+    labels = torch.tensor([classes.classes.index(kind) for kind in flower["kind"]])
+    p = classes.model.eval()(classes.encoder(flower)).softmax(1).detach().double()
+    # other quantiles for the network than for the posterior
+    amounts = replace(amounts, conformal_map=Conformal(1.3 * amounts.conformal.scores))
+    classes = replace(classes, conformal_map=Conformal(classes.conformal.scores.clamp_min(0.99)))
+    for name, bundle in (("amounts", amounts), ("classes", classes)):
+        bundle.save(tmp_path / name)
+    for saved in (False, True):
+        if saved:
+            amounts, classes = Bundle.load(tmp_path / "amounts"), Bundle.load(tmp_path / "classes")
+        plain = amounts.evaluate(new).rows[0]
+        density = 0.5 * away.square() + log(amounts.noise_map) + 0.5 * log(2 * pi)
+        assert plain.nll == pytest.approx(float(density.mean()), rel=1e-5)
+        for level, z in ((0.5, 0.67449), (0.9, 1.64485), (0.95, 1.95996)):
+            name = f"{100 * level:g}"
+            assert getattr(plain, f"coverage_{name}") == pytest.approx(
+                float((away.abs() <= z).double().mean()), abs=0.004
+            )
+            width = quantile(amounts.conformal_map.scores, level)
+            inside = None if width == float("inf") else float((away.abs() <= width).double().mean())
+            assert getattr(plain, f"conformal_{name}") == pytest.approx(inside, abs=0.004)
+        row = classes.evaluate(flower).rows[0]
+        assert row.nll == pytest.approx(-float(p[torch.arange(300), labels].log().mean()), rel=1e-5)
+        sets = classes.conformal_map.sets(p, 0.9)[torch.arange(300), labels]
+        assert row.conformal_90 == pytest.approx(float(sets.double().mean()), abs=0.004)
+        other = classes.conformal.sets(p, 0.9)[torch.arange(300), labels]
+        assert float(other.double().mean()) < float(sets.double().mean()) - 0.01
+
+
+def test_a_table_in_several_chunks_is_fitted_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 256 rows: statistics, split and inputs are those of the whole table."""
+    whole = fit_table(houses(), "garden", epochs=1, spec=LINEAR)
+    monkeypatch.setattr(reading, "CELLS", 1)
+    assert len(list(open_table(houses()).chunks())) == 2
+    parts = fit_table(houses(), "garden", epochs=1, spec=LINEAR)
+    new = houses(300, seed=1)
+    ours, theirs = whole.predict(new), parts.predict(new)
+    assert parts.summary.rows_used == whole.summary.rows_used
+    assert parts.tested == whole.tested  # the inputs of the rows to test, bit for bit
+    for column in ("p_True", "entropy", "sd_epistemic"):
+        np.testing.assert_allclose(theirs[column], ours[column], rtol=1e-4)
+
+
+def test_a_table_too_large_for_memory_is_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight inputs a row and 960 numbers: 120 of 400 rows, divided as the whole would be, and it is said."""
+    monkeypatch.setattr(fit, "NUMBERS", 960)
+    bundle, again = (fit_table(houses(), "garden", epochs=1, spec=LINEAR, seed=seed) for seed in (0, 1))
+    used = bundle.summary.rows_used
+    assert len(bundle.encoder.inputs) == 8
+    assert 100 < sum(used.values()) <= 120
+    assert used["train"] > used["calibration"] + used["test"]
+    assert any(f"Of 400 rows, {sum(used.values())} were drawn at random" in note for note in bundle.notes)
+    assert again.encoder.columns != bundle.encoder.columns  # other rows
