@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("params", "metrics"),
-    ("linalg",),
+    ("linalg", "distributions"),
     ("likelihoods", "tangent", "priors"),
     ("tape",),
     ("estimate",),

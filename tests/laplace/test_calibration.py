@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import BaseLaplace, Laplace
+from lapwing.distributions.scale_mixture import SPREAD
 from lapwing.laplace import calibration
 from lapwing.laplace.calibration import ERRORS, HeldOut, calibrate, leave_one_out, point_noise, rescale
 from lapwing.likelihoods import Gaussian
-from lapwing.predictive.amounts import SPREAD
 
 ALPHA, SIGMA = 0.7, 0.3
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import OptionError
 from lapwing.laplace import BaseLaplace, Laplace, LinkApprox
-from lapwing.predictive.links import NAMES
+from lapwing.likelihoods.links import NAMES
 
 TARGETS = {
     "regression": lambda n: torch.sin(torch.arange(n).double()).unsqueeze(1).expand(n, 2).clone(),

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing import Laplace
+from lapwing.distributions import Distribution, PoissonLognormal
 from lapwing.laplace.calibration import calibrate
 from lapwing.likelihoods import BernoulliMixture, Poisson
-from lapwing.predictive.counts import cdf
 from lapwing.reporting import report, statistics
 from lapwing.reporting.observations import observe
 from lapwing.reporting.predictions import Classes, Counts, Source
@@ -45,13 +45,14 @@ def test_the_page_is_written_in_one_call(tmp_path: Path, kind: str, outputs: int
     assert ("no closed form" in text) == (kind == "coins")
 
 
-def law(n: int = 20_000) -> Counts:
+def predictions(n: int = 20_000) -> Counts:
     """Predictions that are right: counts drawn from the predicted law."""
     generator = torch.Generator().manual_seed(11)
     log_rate = 1 + torch.randn(n, generator=generator, dtype=torch.float64)
     variance = torch.rand(n, generator=generator, dtype=torch.float64)
     f = log_rate + variance.sqrt() * torch.randn(n, generator=generator, dtype=torch.float64)
-    return Counts(torch.poisson(f.exp(), generator=generator), log_rate, variance)
+    laws = (PoissonLognormal(log_rate, factor * variance) for factor in (1.0, 0.0))
+    return Counts(torch.poisson(f.exp(), generator=generator), *laws)
 
 
 def within(found: float, share: float, n: int) -> bool:
@@ -59,7 +60,7 @@ def within(found: float, share: float, n: int) -> bool:
 
 
 def test_right_predictions_are_uniform_and_cover() -> None:
-    data = law()
+    data = predictions()
     found = statistics.transform(data)
     assert all(within(share / 20, 0.05, 20_000) for share in found["laplace"])
     assert found["network"][-1] > 1.5  # the rate alone is too sure
@@ -71,16 +72,13 @@ def test_right_predictions_are_uniform_and_cover() -> None:
 
 
 def test_coverage_is_that_of_intervals_spelled_out() -> None:
-    data = law(40)
+    data = predictions(40)
     k = torch.arange(800, dtype=torch.float64)
-    cases: list[tuple[Source, Tensor]] = [
-        ("network", torch.zeros(40, dtype=torch.float64)),
-        ("laplace", data.variance),
-    ]
-    for source, variance in cases:
+    cases: list[tuple[Source, Distribution]] = [("network", data.network), ("laplace", data.laplace)]
+    for source, law in cases:
         widths = []
         for row in range(40):
-            below = cdf(k, data.log_rate[row].expand(800), variance[row].expand(800))
+            below = law.rows(torch.full((800,), row)).cdf(k)
             low, high = (float(k[int((below >= q).nonzero()[0])]) for q in (0.05, 0.95))
             assert bool(data.inside(source, 0.9)[row]) == (low <= float(data.targets[row]) <= high)
             widths.append(high - low)
@@ -100,8 +98,9 @@ def test_scores_of_the_network_are_those_of_its_likelihood() -> None:
     row = statistics.summary(data)[0]
     assert row["network"] == pytest.approx(-float(la.distribution.log_prob(f, y).mean()))
     mean, variance = la(x)
-    torch.testing.assert_close(data.log_rate, mean[:, 0])
-    torch.testing.assert_close(data.variance, variance[:, 0, 0])
+    assert isinstance(data.laplace, PoissonLognormal)
+    torch.testing.assert_close(data.laplace.log_rate, mean[:, 0])
+    torch.testing.assert_close(data.laplace.variance, variance[:, 0, 0])
     weights, noise = data.parts
     torch.testing.assert_close(weights.square() + noise.square(), data.deviation.square())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,16 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import DataError, LapwingError, LapwingWarning, ModelError
+from lapwing.errors import DataError, LapwingError, ModelError
 from lapwing.estimate.cotangents import Cotangents
-from lapwing.likelihoods import Bernoulli, Categorical, Likelihood
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg.rows import Piece
 from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.inputs import all_finite, take
 from lapwing.tangent.model import FEW_SAMPLES
-
-FEW_LOGITS = 20
-"""Fewer outputs may lie between 0 and 1 by chance."""
 
 Batches = Iterable[Any]
 
@@ -148,7 +144,7 @@ def check_loss(likelihood: Likelihood, value: Tensor, y: Any) -> Tensor:
     if not isinstance(y, Tensor):
         raise DataError(f"the targets are {type(y).__name__}; expected a tensor. Convert them: torch.as_tensor(y).")
     likelihood.check(value, y)
-    _check_logits(likelihood, value)
+    likelihood.refuse_probabilities(value)
     loss = likelihood.log_prob(value, y)
     if not all_finite(loss):
         where = int((~torch.isfinite(loss)).nonzero()[0])
@@ -157,25 +153,6 @@ def check_loss(likelihood: Likelihood, value: Tensor, y: Any) -> Tensor:
             "target and the model's output."
         )
     return loss
-
-
-def _check_logits(likelihood: Likelihood, value: Tensor) -> None:
-    """Refuses probabilities in the place of logits, where it is certain that they are, and warns where it is likely."""
-    if isinstance(likelihood, (Categorical, Bernoulli)) and bool((value >= 0).all()) and bool((value <= 1).all()):
-        if isinstance(likelihood, Categorical):
-            sums = likelihood.to_last(value).sum(-1)
-            if bool((sums - 1).abs().max() < 1e-3):
-                raise DataError(
-                    "the model's outputs are probabilities: none is negative, and they sum to one; expected logits. "
-                    "Leave out the softmax at its end, or take the logarithm of what it gives."
-                )
-        elif value.numel() >= FEW_LOGITS:
-            warnings.warn(
-                f"all {value.numel()} outputs of the model lie between 0 and 1; expected logits. If it ends in a "
-                "sigmoid, leave that out, or take torch.logit of what it gives.",
-                LapwingWarning,
-                stacklevel=2,
-            )
 
 
 def check_independent(tangent: Tangent, x: Any) -> None:

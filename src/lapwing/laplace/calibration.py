@@ -31,13 +31,12 @@ from lapwing.evidence.tuners import share_left
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.data import Pairs
 from lapwing.laplace.predictions import moments
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
-from lapwing.predictive import Amounts, counts, probit
+from lapwing.likelihoods import Likelihood
 
 COVARIANCE = torch.logspace(-3, 3, 61, dtype=torch.float64)
 NOISE = torch.logspace(-1.5, 1, 51, dtype=torch.float64)
 LEVERAGE = 0.95
-"""Of no row is more than this share of its own prediction believed to be its own doing."""
+"""The largest leverage of a row; the formula divides by one minus it."""
 ERRORS = 3.0
 """Standard errors by which factors must gain where rows were left out by a formula, not in fact."""
 
@@ -50,27 +49,16 @@ class HeldOut:
     value: Float[Tensor, "n outputs"]
     variance: Float[Tensor, "n outputs"]
     targets: Tensor
-    noise: Float[Tensor, " outputs"] | Float[Tensor, " 1"]
+    noise: Float[Tensor, " 1"]
+    """The noise level that is free, times that of the likelihood; one where there is none."""
 
     @property
     def count(self) -> int:
-        return len(self.targets) if isinstance(self.likelihood, Categorical) else self.targets.numel()
+        return self.targets.numel()
 
     def log_prob(self, c: float, s: float = 1.0) -> Float[Tensor, " count"]:
         """Of each target, for a covariance times c and noise times s."""
-        variance = c * self.variance
-        if isinstance(self.likelihood, Categorical):
-            p = probit(self.value, variance).gather(1, self.targets.unsqueeze(1)).squeeze(1)
-            return p.clamp_min(1e-300).log()
-        if isinstance(self.likelihood, Bernoulli):
-            p = probit(self.value.unsqueeze(-1), variance.unsqueeze(-1)).squeeze(-1)
-            p = torch.where(self.targets > 0.5, p, 1 - p)
-            return p.clamp_min(1e-300).log().flatten()
-        if isinstance(self.likelihood, Poisson):
-            return counts.log_prob(self.targets.flatten(), self.value.flatten(), variance.flatten())
-        if isinstance(self.likelihood, HeteroscedasticGaussian):
-            return Amounts.of_heads(self.value, variance).log_prob(self.targets.flatten())
-        return Amounts.of_sigma(self.value, variance, self.noise * s).log_prob(self.targets.flatten())
+        return self.likelihood.target_log_prob(self.value, c * self.variance, self.targets, self.noise * s)
 
 
 def calibrate(la: BaseLaplace, val_loader: Iterable[Any]) -> str:
@@ -109,7 +97,7 @@ def rescale(la: BaseLaplace, held_out: HeldOut, errors: float = 0.0) -> str:
 def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
     """Predictions for the rows of a loader; None for a likelihood whose predictions have no closed form."""
     likelihood = la.distribution
-    if not isinstance(likelihood, (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian, Poisson)):
+    if not likelihood.has_closed_form:
         return None
     values, variances, targets = [], [], []
     for batch in Pairs(loader, la.dict_key_y, la.space.device):
@@ -120,24 +108,19 @@ def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
             linear = la.linearise(x)
             check_loss(likelihood, linear.value, y)
             value, variance = (likelihood.to_last(v) for v in moments(la.posterior, linear, diagonal=True))
-        width = value.shape[-1]
-        flat, spread = (v.reshape(-1, width).double().cpu() for v in (value, variance))
-        if isinstance(likelihood, Categorical):
-            y = y.flatten().cpu()
-            kept = (0 <= y) & (y < width)  # a target to be ignored is outside the classes
-            flat, spread, y = flat[kept], spread[kept], y[kept]
+        rows = [v.reshape(-1, v.shape[-1]).double().cpu() for v in (value, variance.clamp_min(0))]
+        if likelihood.per_output:
+            y = likelihood.to_last(y)
+            rows.append(y.reshape(-1, y.shape[-1]).double().cpu())
         else:
-            amounts = width // 2 if isinstance(likelihood, HeteroscedasticGaussian) else width
-            y = likelihood.to_last(y).reshape(-1, amounts).double().cpu()
-        values.append(flat)
-        variances.append(spread.clamp_min(0))
-        targets.append(y)
+            observed = likelihood.observed(y)
+            rows.append(y.flatten().cpu())
+            rows = rows if observed is None else [row[observed.flatten().cpu()] for row in rows]
+        for kept, row in zip((values, variances, targets), rows, strict=True):
+            kept.append(row)
     if not sum(map(len, targets)):
         raise DataError("val_loader yields no target; expected at least one (x, y) pair of held-out data.")
-    noise = torch.ones(1, dtype=torch.float64)
-    if isinstance(likelihood, Gaussian):
-        noise = la.sigma_noise if la.has_noise else torch.as_tensor(likelihood.sigma)
-        noise = noise.detach().double().cpu().reshape(-1)
+    noise = la.sigma_noise.detach().double().cpu().reshape(-1)
     return HeldOut(likelihood, torch.cat(values), torch.cat(variances), torch.cat(targets), noise)
 
 
@@ -145,11 +128,11 @@ def leave_one_out(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut:
     """What a regression would have said of each row it was fitted to, had it not seen it."""
     seen = gathered(la, loader)
     assert seen is not None
-    varying = isinstance(seen.likelihood, HeteroscedasticGaussian)
-    assert varying or isinstance(seen.likelihood, Gaussian)
-    count = seen.targets.shape[1]
-    mean, variance = seen.value[:, :count], seen.variance[:, :count]
-    square = seen.value[:, count:].exp() if varying else seen.noise.square()
+    known = seen.likelihood.signal_and_noise(seen.value, seen.noise)
+    assert known is not None
+    mean, square = known
+    count = mean.shape[1]
+    variance = seen.variance[:, :count]
     left = 1 - (variance / (square * float(la.temperature))).clamp_max(LEVERAGE)
     without = seen.targets - (seen.targets - mean) / left
     value = torch.cat([without, seen.value[:, count:]], 1)

@@ -3,7 +3,8 @@
     probabilities   classes and events, in closed form (`link`) or as the mean over draws
     moments         numbers: mean [B, *out] and covariance [B, C, C], or variances [B, *out]
 
-The closed forms that treat outputs one by one take variances [B, C] only, never [B, C, C].
+What a likelihood makes of outputs is its own (`likelihoods.base`). The closed forms that treat outputs one by one take
+variances [B, C] only, never [B, C, C].
 """
 
 from __future__ import annotations
@@ -13,34 +14,34 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.laplace.names import LinkApprox, choose
-from lapwing.likelihoods import Bernoulli, Categorical, Likelihood, Preference
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg import LinearMap
 from lapwing.linalg.checks import normal
 from lapwing.posterior import Gaussian
 from lapwing.predictive import draws
-from lapwing.predictive.links import link_for
 
 LINKS = tuple(link.value for link in LinkApprox)
 FEW_OUTPUTS = 64
 """Up to so many outputs the mean over draws is taken of draws of each input's own outputs: [B, C, C] is then small."""
 
 
+def chosen_link(likelihood: Likelihood, link: str) -> str:
+    """One of the names that every user knows, or of the likelihood's own."""
+    return choose(link, dict.fromkeys([*LINKS, *likelihood.links]), "link_approx")
+
+
 def has_probabilities(likelihood: Likelihood) -> bool:
     """Whether predictions are probabilities; of preferences they are the rewards, numbers as in a regression."""
-    return isinstance(likelihood, (Categorical, Bernoulli)) and not isinstance(likelihood, Preference)
+    return likelihood.has_probabilities
 
 
-def predicted(likelihood: Likelihood, outputs: Float[Tensor, "*draws batch *out"], draws: int = 1) -> Tensor:
-    """Outputs as predictions: probabilities for classes and events, else as they are. `draws` leading axes."""
-    if not has_probabilities(likelihood):
-        return outputs
-    if isinstance(likelihood, Bernoulli):
-        return torch.sigmoid(outputs)
-    assert isinstance(likelihood, Categorical)
-    if draws == 0:
-        return likelihood.from_last(torch.softmax(likelihood.to_last(outputs), dim=-1), outputs.shape)
-    flat = outputs.flatten(0, 1)  # the likelihood's layout has one batch axis
-    return likelihood.from_last(torch.softmax(likelihood.to_last(flat), dim=-1), flat.shape).reshape(outputs.shape)
+def predicted(likelihood: Likelihood, outputs: Float[Tensor, "draws batch *out"]) -> Float[Tensor, "draws batch *out"]:
+    """Draws of outputs as predictions: probabilities for classes and events, else as they are."""
+    return _predicted(likelihood, outputs) if likelihood.has_probabilities else outputs
+
+
+def _predicted(likelihood: Likelihood, outputs: Float[Tensor, "draws batch *out"]) -> Tensor:
+    return likelihood.predicted(outputs.flatten(0, 1)).unflatten(0, outputs.shape[:2])  # one batch axis
 
 
 def probabilities(
@@ -50,22 +51,19 @@ def probabilities(
     link: str = "probit",
     n_samples: int = 100,
     generator: torch.Generator | None = None,
-) -> Float[Tensor, "batch *out"]:
+) -> Float[Tensor, "batch *prediction"]:
     """Class or event probabilities of the linearised network."""
-    link = choose(link, LINKS, "link_approx")
+    link = chosen_link(likelihood, link)
     value = linear.value
     if link == "mc":
         few = value.dim() == 2 and value.shape[1] <= FEW_OUTPUTS
-        found = (marginal_draws if few else draws)(posterior, linear, n_samples, generator)
-        return predicted(likelihood, found).mean(0)
-    closed = link_for(likelihood, link)
+        outputs = (marginal_draws if few else draws)(posterior, linear, n_samples, generator)
+        return _predicted(likelihood, outputs).mean(0)
+    closed = likelihood.link(link)
     closed.check(value)
     if closed.joint:
-        return closed.of(value, posterior.covariance(linear))
-    variance = posterior.precision.variances(linear).reshape(value.shape)
-    if isinstance(likelihood, Bernoulli):
-        return closed.of(value, variance)
-    return likelihood.from_last(closed.of(likelihood.to_last(value), likelihood.to_last(variance)), value.shape)
+        return likelihood.probabilities(value, posterior.covariance(linear), link)
+    return likelihood.probabilities(value, posterior.precision.variances(linear).reshape(value.shape), link)
 
 
 def marginal_draws(

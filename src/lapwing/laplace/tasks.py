@@ -28,19 +28,9 @@ TASKS: dict[str, type[Likelihood]] = {
 
 def likelihood_of(given: str | Likelihood) -> tuple[Likelihood, float | None]:
     """The likelihood at unit noise, and the noise level that is free to change (None where there is none)."""
-    if not isinstance(given, Likelihood):
-        return _named(choose(given, [task.value for task in Task], "likelihood"))
-    if not isinstance(given, Gaussian):
-        return given, None
-    try:
-        sigma = float(given.sigma)
-    except (TypeError, ValueError, RuntimeError):  # one noise level per output: fixed
-        return given, None
-    return Gaussian(class_axis=given.class_axis), sigma
-
-
-def _named(task: str) -> tuple[Likelihood, float | None]:
-    return TASKS[task](), 1.0 if task == "regression" else None
+    if isinstance(given, Likelihood):
+        return given.split_noise()
+    return TASKS[choose(given, [task.value for task in Task], "likelihood")]().split_noise()
 
 
 def noise_of(given: float | int | Tensor, own: float | None) -> float | int | Tensor:

@@ -15,6 +15,14 @@ independent given f, so second derivatives are C x C blocks, one per position.
     fisher_sqrt   [*lead, C, R]
     sample        a target        y ~ p(. | f), fresh at each call
 
+What follows for a prediction is the likelihood's own, too. Where it says nothing, a prediction is the mean and the
+variance of f, grids score by draws, and there is neither calibration nor report.
+
+    links             closed forms from Gaussian f to probabilities, by name; `predicted` and `outputs_of` at a point
+    predictive        the law of every target for Gaussian f: a `distributions.Distribution`
+    signal_and_noise  the mean of y and the variance of Gaussian noise around it
+    split_noise       the noise level that is free to change after a fit; `at_noise` sets it
+
 Cost: O(positions x C) for vectors and O(positions x C x C) for matrices; nothing loops over data in Python. Outputs in
 float16 or bfloat16 are computed, and returned, in float32. `check` reads the values of the targets (one reduction); the
 other methods look at shape, dtype and device only, so that they neither synchronise a GPU nor break under `vmap`.
@@ -27,6 +35,7 @@ other methods look at shape, dtype and device only, so that they neither synchro
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -34,7 +43,9 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from lapwing.errors import DataError, LikelihoodError
+from lapwing.distributions import Distribution
+from lapwing.errors import DataError, LikelihoodError, OptionError
+from lapwing.likelihoods.links import DEFAULT, Link, check_link
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +59,15 @@ class Likelihood(ABC):
 
     convex: ClassVar[bool]
     """True when -log p is convex in f for every y, so that `hessian_sqrt` factorises the exact Hessian."""
+
+    per_output: ClassVar[bool] = False
+    """True when y carries the class axis (regression, multi-label), False when there is one target per position."""
+
+    links: ClassVar[Mapping[str, Link]] = {}
+    """Closed forms to probabilities by the names of `link_approx`, `DEFAULT` among them; none for other predictions."""
+
+    adds_noise: ClassVar[bool] = False
+    """Whether y is f plus Gaussian noise that does not depend on f."""
 
     class_axis: int | None = field(default=None, kw_only=True)
 
@@ -185,6 +205,96 @@ class Likelihood(ABC):
     def sample(self, f: Float[Tensor, "batch *outputs"], generator: torch.Generator | None = None) -> Tensor:
         """Targets y ~ p(. | f) that `check` accepts; no gradient flows through them."""
 
+    # -- predictions
+
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether a prediction is a probability for every output; else it is their mean and variance."""
+        return bool(self.links)
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether y is a class or an event, of which `predicted` gives probabilities."""
+        return bool(self.links)
+
+    @property
+    def has_closed_form(self) -> bool:
+        """Whether `target_log_prob` is known."""
+        return bool(self.links) or type(self).predictive is not Likelihood.predictive
+
+    def of_targets(self) -> "Likelihood":
+        """The likelihood that predicts targets: itself, unless users ask for something else of it (`Preference`)."""
+        return self
+
+    def predicted(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "batch *prediction"]:
+        """The prediction at known outputs: probabilities of classes or events, else f itself."""
+        return f
+
+    def outputs_of(self, p: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "batch *outputs"]:
+        """Outputs of which p is `predicted`; needed where there are `links`."""
+        raise LikelihoodError(
+            message(f"{type(self).__name__} without outputs_of", "the inverse of predicted", "write _outputs_of")
+        )
+
+    def link(self, name: str) -> Link:
+        """The closed form of that name."""
+        if name not in self.links:
+            check_link(name)
+            raise OptionError(
+                f"link {name!r} for {type(self).__name__}; expected 'probit' or 'mc', which serve every shape, or "
+                f"another of {sorted(self.links)}. 'quadrature' is for single events, 'bridge' and 'bridge_norm' are "
+                "for classes that exclude each other; draws ('mc') have no closed form."
+            )
+        return self.links[name]
+
+    def probabilities(
+        self, mean: Float[Tensor, "batch *outputs"], spread: Float[Tensor, "batch *spread"], link: str = DEFAULT
+    ) -> Float[Tensor, "batch *outputs"]:
+        """For Gaussian outputs; `spread` is their variance, or [B, C, C] where the link is joint."""
+        closed = self.link(link)
+        closed.check(mean)
+        if closed.joint:
+            return closed.of(mean, spread)
+        return self.from_last(closed.of(self.to_last(mean), self.to_last(spread)), mean.shape)
+
+    def predictive(
+        self, mean: Float[Tensor, "*lead C"], variance: Float[Tensor, "*lead C"], sigma: float | Tensor = 1.0
+    ) -> Distribution | None:
+        """The law of every target in turn, for Gaussian outputs; None where there is no closed form.
+
+        `sigma` multiplies the noise level of a likelihood that has one.
+        """
+        return None
+
+    def target_log_prob(
+        self,
+        mean: Float[Tensor, "n C"],
+        variance: Float[Tensor, "n C"],
+        y: Shaped[Tensor, "n *D"],
+        sigma: float | Tensor = 1.0,
+    ) -> Float[Tensor, " count"]:
+        """log p of every target in turn, for Gaussian outputs, where it `has_closed_form`."""
+        law = self.predictive(mean, variance, sigma)
+        assert law is not None
+        return law.log_prob(y.flatten())
+
+    def signal_and_noise(
+        self, f: Float[Tensor, "*lead C"], sigma: float | Tensor = 1.0
+    ) -> tuple[Float[Tensor, "*lead D"], Float[Tensor, "*lead D"]] | None:
+        """The mean of y, and the variance of Gaussian noise around it; None for targets of another kind."""
+        return None
+
+    def split_noise(self) -> tuple["Likelihood", float | None]:
+        """The likelihood at unit noise, and the level that is free to change after a fit; itself and None without."""
+        return self, None
+
+    def at_noise(self, sigma: float) -> "Likelihood":
+        """With this noise level, for a likelihood that has one that is free."""
+        return self
+
+    def refuse_probabilities(self, f: Float[Tensor, "batch *outputs"]) -> None:  # noqa: B027
+        """Refuses outputs that are probabilities where logits belong, if that is certain; warns if it is likely."""
+
 
 class Positionwise(Likelihood):
     """A likelihood that factors over positions: finals compute on [*lead, C], this class handles the layout.
@@ -192,9 +302,6 @@ class Positionwise(Likelihood):
     The defaults are those of an exponential family in its natural parameters: the Hessian does not depend on y and
     is the Fisher.
     """
-
-    per_output: ClassVar[bool]
-    """True when y carries the class axis (regression, multi-label), False when there is one target per position."""
 
     def log_prob(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, " batch"]:
         per_position = self._log_prob(*self._prepare(f, y))
@@ -234,6 +341,31 @@ class Positionwise(Likelihood):
         place = f.device if generator is None else generator.device
         y = self._sample(self.to_last(working(f)).to(place), generator).to(f.device)
         return self.from_last(y, f.shape) if self.per_output else y
+
+    def predicted(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "batch *prediction"]:
+        return self.from_last(self._predicted(self.to_last(f)), f.shape) if self.links else f
+
+    def outputs_of(self, p: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "batch *outputs"]:
+        return self.from_last(self._outputs_of(self.to_last(p)), p.shape)
+
+    def target_log_prob(
+        self,
+        mean: Float[Tensor, "n C"],
+        variance: Float[Tensor, "n C"],
+        y: Shaped[Tensor, "n *D"],
+        sigma: float | Tensor = 1.0,
+    ) -> Float[Tensor, " count"]:
+        if not self.links:
+            return super().target_log_prob(mean, variance, y, sigma)
+        link = self.links[DEFAULT]
+        f = self._outputs_of(link.of(mean, variance)) if link.outputs is None else link.outputs(mean, variance)
+        return self._log_prob(f.reshape(-1, 1), y.reshape(-1, 1)) if self.per_output else self._log_prob(f, y)
+
+    def _predicted(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+        return f
+
+    def _outputs_of(self, p: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+        return super().outputs_of(p)
 
     def _prepare(self, f: Tensor, y: Tensor) -> tuple[Float[Tensor, "*lead C"], Tensor]:
         self._check_metadata(f, y)

@@ -12,6 +12,8 @@ cross-entropy rather than a normalised density. S is [*lead, C, C]. Cost O(C^2) 
 (tensor([[-0.5000]]), tensor([[[0.2500]]]))
 """
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +22,21 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lapwing.distributions.gaussian_logits import quadrature, shrink
+from lapwing.errors import LapwingWarning
 from lapwing.likelihoods.base import Positionwise, require_real, require_same_shape
+from lapwing.likelihoods.links import Link
+
+FEW_LOGITS = 20
+"""Fewer outputs may lie between 0 and 1 by chance."""
+
+
+def _shrunk(mean: Tensor, variance: Tensor) -> Tensor:
+    return torch.sigmoid(shrink(mean, variance))
+
+
+def _integrated(mean: Tensor, variance: Tensor) -> Tensor:
+    return quadrature(mean.unsqueeze(-1), variance.unsqueeze(-1)).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,11 @@ class Bernoulli(Positionwise):
 
     convex: ClassVar[bool] = True
     per_output: ClassVar[bool] = True
+    links: ClassVar[Mapping[str, Link]] = {
+        "probit": Link(_shrunk, outputs=shrink),
+        "probit_full": Link(_shrunk, outputs=shrink),  # every logit is alone
+        "quadrature": Link(_integrated),
+    }
 
     def _check_target(self, f: Tensor, y: Tensor) -> None:
         require_same_shape(self, f, y)
@@ -63,3 +84,18 @@ class Bernoulli(Positionwise):
 
     def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Float[Tensor, "*lead C"]:
         return torch.bernoulli(f.sigmoid(), generator=generator)
+
+    def _predicted(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+        return torch.sigmoid(f)
+
+    def _outputs_of(self, p: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+        return torch.logit(p, eps=torch.finfo(p.dtype).tiny)
+
+    def refuse_probabilities(self, f: Float[Tensor, "batch *outputs"]) -> None:
+        if f.numel() >= FEW_LOGITS and bool((f >= 0).all()) and bool((f <= 1).all()):
+            warnings.warn(
+                f"all {f.numel()} outputs of the model lie between 0 and 1; expected logits. If it ends in a "
+                "sigmoid, leave that out, or take torch.logit of what it gives.",
+                LapwingWarning,
+                stacklevel=2,
+            )

@@ -126,6 +126,13 @@ class BernoulliMixture(Positionwise):
         """Of a one."""
         return self._log_odds(self.to_last(f)).sigmoid()
 
+    @property
+    def has_classes(self) -> bool:
+        return True
+
+    def predicted(self, f: Float[Tensor, "batch *outputs"]) -> Float[Tensor, "*lead"]:
+        return self.probability(f)
+
     def _log_odds(self, f: Float[Tensor, "*lead 3"]) -> Float[Tensor, "*lead"]:
         zero = torch.zeros_like(f[..., 0])
         return self._log_prob(f, zero + 1) - self._log_prob(f, zero)

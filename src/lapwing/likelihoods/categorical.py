@@ -20,6 +20,7 @@ tensor([[[ 0.2500, -0.2500],
 (torch.Size([1, 2, 1]), True)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,8 +28,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from lapwing.errors import LikelihoodError
+from lapwing.distributions.gaussian_logits import bridge, bridge_norm, probit, probit_full, shrink
+from lapwing.errors import DataError, LikelihoodError
 from lapwing.likelihoods.base import Positionwise, message, require_one_per_position
+from lapwing.likelihoods.links import Link
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,12 @@ class Categorical(Positionwise):
 
     convex: ClassVar[bool] = True
     per_output: ClassVar[bool] = False
+    links: ClassVar[Mapping[str, Link]] = {
+        "probit": Link(probit, outputs=shrink),
+        "probit_full": Link(probit_full, joint=True),
+        "bridge": Link(bridge, joint=True),
+        "bridge_norm": Link(bridge_norm, joint=True),
+    }
 
     ignore_index: int | None = None
 
@@ -127,3 +136,16 @@ class Categorical(Positionwise):
     def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Int64[Tensor, "*lead"]:
         p = f.softmax(-1).reshape(-1, f.shape[-1])
         return torch.multinomial(p, 1, generator=generator).reshape(f.shape[:-1])
+
+    def _predicted(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+        return f.softmax(-1)
+
+    def _outputs_of(self, p: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+        return p.clamp_min(torch.finfo(p.dtype).tiny).log()  # the logarithm of a distribution is its logits
+
+    def refuse_probabilities(self, f: Float[Tensor, "batch *outputs"]) -> None:
+        if bool((f >= 0).all()) and bool((f <= 1).all()) and bool((self.to_last(f).sum(-1) - 1).abs().max() < 1e-3):
+            raise DataError(
+                "the model's outputs are probabilities: none is negative, and they sum to one; expected logits. "
+                "Leave out the softmax at its end, or take the logarithm of what it gives."
+            )

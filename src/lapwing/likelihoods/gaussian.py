@@ -19,13 +19,14 @@ True
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lapwing.distributions import ScaleMixture
 from lapwing.errors import LikelihoodError
 from lapwing.likelihoods.base import Positionwise, message, require_real, require_same_shape
 
@@ -36,6 +37,7 @@ class Gaussian(Positionwise):
 
     convex: ClassVar[bool] = True
     per_output: ClassVar[bool] = True
+    adds_noise: ClassVar[bool] = True
 
     sigma: float | int | Tensor = 1.0
 
@@ -98,3 +100,26 @@ class Gaussian(Positionwise):
     def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Float[Tensor, "*lead C"]:
         noise = torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
         return f + self._scale(f) * noise
+
+    def predictive(
+        self, mean: Float[Tensor, "*lead C"], variance: Float[Tensor, "*lead C"], sigma: float | Tensor = 1.0
+    ) -> ScaleMixture:
+        own, factor = (torch.as_tensor(level).detach().double().cpu() for level in (self.sigma, sigma))
+        return ScaleMixture.of_sigma(mean, variance, own * factor)
+
+    def signal_and_noise(
+        self, f: Float[Tensor, "*lead C"], sigma: float | Tensor = 1.0
+    ) -> tuple[Float[Tensor, "*lead C"], Float[Tensor, "*lead C"]]:
+        own = torch.as_tensor(self.sigma, dtype=f.dtype, device=f.device).detach()
+        return f, (own * sigma).square().expand(f.shape)
+
+    def split_noise(self) -> "tuple[Gaussian, float | None]":
+        """One noise level per output is fixed."""
+        try:
+            sigma = float(self.sigma)
+        except (TypeError, ValueError, RuntimeError):
+            return self, None
+        return Gaussian(class_axis=self.class_axis), sigma
+
+    def at_noise(self, sigma: float) -> "Gaussian":
+        return replace(self, sigma=sigma)

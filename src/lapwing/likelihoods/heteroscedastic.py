@@ -30,6 +30,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lapwing.distributions import ScaleMixture
 from lapwing.errors import LikelihoodError
 from lapwing.likelihoods.base import Positionwise, message, require_real, require_shape
 
@@ -112,3 +113,14 @@ class HeteroscedasticGaussian(Positionwise):
         mean, log_variance = f.chunk(2, -1)
         noise = torch.randn(mean.shape, generator=generator, dtype=f.dtype, device=f.device)
         return mean + (0.5 * log_variance).exp() * noise
+
+    def predictive(
+        self, mean: Float[Tensor, "*lead C"], variance: Float[Tensor, "*lead C"], sigma: float | Tensor = 1.0
+    ) -> ScaleMixture:
+        return ScaleMixture.of_heads(mean, variance)
+
+    def signal_and_noise(
+        self, f: Float[Tensor, "*lead C"], sigma: float | Tensor = 1.0
+    ) -> tuple[Float[Tensor, "*lead D"], Float[Tensor, "*lead D"]]:
+        mean, log_variance = f.chunk(2, -1)
+        return mean, log_variance.exp()

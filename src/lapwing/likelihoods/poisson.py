@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lapwing.distributions import PoissonLognormal
 from lapwing.errors import LikelihoodError
 from lapwing.likelihoods.base import Positionwise, message, require_real, require_same_shape
 
@@ -77,3 +78,8 @@ class Poisson(Positionwise):
                 )
             )
         return torch.poisson(rate, generator=generator)
+
+    def predictive(
+        self, mean: Float[Tensor, "*lead C"], variance: Float[Tensor, "*lead C"], sigma: float | Tensor = 1.0
+    ) -> PoissonLognormal:
+        return PoissonLognormal.of_outputs(mean, variance)

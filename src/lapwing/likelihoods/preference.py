@@ -33,3 +33,10 @@ class Preference(Categorical):
                     "let the model end in nn.Flatten(), or reshape its output in forward",
                 )
             )
+
+    @property
+    def has_probabilities(self) -> bool:
+        return False  # of single inputs the rewards are asked for
+
+    def of_targets(self) -> Categorical:
+        return Categorical()

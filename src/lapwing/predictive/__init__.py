@@ -1,8 +1,8 @@
 """From a Gaussian over the weights to predictions: linearised in closed form or by draws, or the network sampled."""
 
-from lapwing.predictive.amounts import Amounts
+from lapwing.distributions import ScaleMixture as Amounts
+from lapwing.distributions.gaussian_logits import bridge, bridge_norm, dirichlet, probit, probit_full, quadrature
 from lapwing.predictive.glm import draws, moments, probabilities, variances
-from lapwing.predictive.links import bridge, bridge_norm, dirichlet, probit, probit_full, quadrature
 from lapwing.predictive.sampled import network_draws
 
 __all__ = [

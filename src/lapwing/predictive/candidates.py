@@ -4,8 +4,8 @@ A `Candidates` holds k posterior precisions scale H + delta of one curvature H. 
 outputs becomes a prediction of targets:
 
     Regression   N(f, variance + noise)
-    Probit       logits shrunk by their own variance: classes, and labels one by one
-    Joint        class probabilities from the covariance of the logits, [B, C, C] for each candidate in turn
+    Separate     probabilities by a link of the likelihood that takes the variance of every output
+    Joint        probabilities by one that takes their covariance, [B, C, C] for each candidate in turn
     Sampled      any likelihood: an average over draws from the marginals, the same noise for all candidates
 
 A batch is linearised once; `loss` gives -log p(y) as [k, B], `prediction` what one candidate predicts.
@@ -17,20 +17,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import log, pi
-from typing import Generic, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError, OptionError
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods.links import Link, check_link
 from lapwing.linalg import Curvature, LinearMap
 from lapwing.linalg.rows import CACHE, chunks
-from lapwing.predictive.links import Link, check_link, link_for, shrink
 
 Prediction = Tensor | tuple[Tensor, Tensor]
-AnyLikelihood = TypeVar("AnyLikelihood", bound=Likelihood)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +42,9 @@ class Candidates:
         return len(self.deltas)
 
     def variances(self, curvature: Curvature, linear: LinearMap) -> Float[Tensor, "k batch *out"]:
-        found = curvature.variances(linear, self.deltas / self.scales)
-        found = found / self.scales.to(found).reshape(-1, 1, 1)
-        return found.reshape(len(self), *linear.value.shape)
+        variances = curvature.variances(linear, self.deltas / self.scales)
+        variances = variances / self.scales.to(variances).reshape(-1, 1, 1)
+        return variances.reshape(len(self), *linear.value.shape)
 
     def probabilities(
         self, curvature: Curvature, linear: LinearMap, link: Callable[[Tensor, Tensor], Tensor]
@@ -74,10 +72,10 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Family(ABC, Generic[AnyLikelihood]):
+class Family(ABC):
     """How the Gaussian over outputs becomes a prediction of targets."""
 
-    likelihood: AnyLikelihood
+    likelihood: Likelihood
 
     def batch(self, curvature: Curvature, linear: LinearMap, candidates: Candidates, targets: Tensor) -> Batch:
         return Batch(linear.value, candidates.variances(curvature, linear), targets)
@@ -100,14 +98,15 @@ class Family(ABC, Generic[AnyLikelihood]):
 
 
 @dataclass(frozen=True, eq=False)
-class Regression(Family[Gaussian]):
+class Regression(Family):
     """N(f, variance + noise)."""
 
     sigma: float
 
     def _noise(self, value: Tensor) -> Tensor:
-        own = torch.as_tensor(self.likelihood.sigma, dtype=value.dtype, device=value.device).detach()
-        return self.likelihood.from_last((own * self.sigma).square().expand(self.likelihood.to_last(value).shape))
+        known = self.likelihood.signal_and_noise(self.likelihood.to_last(value), self.sigma)
+        assert known is not None
+        return self.likelihood.from_last(known[1], value.shape)
 
     def loss(self, batch: Batch) -> Tensor:
         variance = batch.found + self._noise(batch.value)
@@ -119,38 +118,25 @@ class Regression(Family[Gaussian]):
 
 
 @dataclass(frozen=True, eq=False)
-class Probit(Family[Categorical | Bernoulli]):
-    """Logits shrunk by their own variance; the likelihood of these is the prediction's."""
+class Separate(Family):
+    """Probabilities from the variance of every output; the likelihood at the outputs that say the same is the loss."""
 
-    link: Link
+    link: str
 
     def loss(self, batch: Batch) -> Tensor:
-        return -self._log_prob(shrink(batch.value, batch.found), batch.targets)
+        closed = self.likelihood.link(self.link)
+        if closed.outputs is not None:
+            return -self._log_prob(closed.outputs(batch.value, batch.found), batch.targets)
+        said = [self.likelihood.outputs_of(self.prediction(batch, k)) for k in range(len(batch.found))]
+        return -self._log_prob(torch.stack(said), batch.targets)
 
     def prediction(self, batch: Batch, number: int) -> Tensor:
-        if isinstance(self.likelihood, Bernoulli):
-            return self.link.of(batch.value, batch.found[number])
-        last = self.likelihood.to_last
-        return self.likelihood.from_last(self.link.of(last(batch.value), last(batch.found[number])))
+        return self.likelihood.probabilities(batch.value, batch.found[number], self.link)
 
 
 @dataclass(frozen=True, eq=False)
-class Events(Family[Bernoulli]):
-    """Labels one by one, each logit integrated."""
-
-    link: Link
-
-    def loss(self, batch: Batch) -> Tensor:
-        found = torch.stack([self.prediction(batch, k) for k in range(len(batch.found))])
-        return -self._log_prob(torch.logit(found, eps=torch.finfo(found.dtype).tiny), batch.targets)
-
-    def prediction(self, batch: Batch, number: int) -> Tensor:
-        return self.link.of(batch.value, batch.found[number])
-
-
-@dataclass(frozen=True, eq=False)
-class Joint(Family[Categorical]):
-    """Class probabilities from the covariance of the logits."""
+class Joint(Family):
+    """Probabilities from the covariance of the outputs."""
 
     link: Link
 
@@ -158,16 +144,16 @@ class Joint(Family[Categorical]):
         self.link.check(linear.value)
         return Batch(linear.value, candidates.probabilities(curvature, linear, self.link.of), targets)
 
-    def loss(self, batch: Batch) -> Tensor:  # the logarithm of a distribution is its logits
-        logits = batch.found.clamp_min(torch.finfo(batch.found.dtype).tiny).log()
-        return -self._log_prob(logits, batch.targets)
+    def loss(self, batch: Batch) -> Tensor:
+        said = torch.stack([self.likelihood.outputs_of(p) for p in batch.found])
+        return -self._log_prob(said, batch.targets)
 
     def prediction(self, batch: Batch, number: int) -> Tensor:
         return batch.found[number]
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled(Family[Likelihood]):
+class Sampled(Family):
     """Any likelihood: an average over draws from the marginals of the outputs, the same noise for all candidates."""
 
     samples: int
@@ -190,19 +176,17 @@ class Sampled(Family[Likelihood]):
 
 
 def family(likelihood: Likelihood, link: str, sigma: float, samples: int, generator: torch.Generator | None) -> Family:
-    check_link(link)
-    if isinstance(likelihood, Gaussian):
+    check_link(link, likelihood.links)
+    if likelihood.adds_noise:
         return Regression(likelihood, sigma)
     if sigma != 1:
         raise CurvatureError(
             f"sigma is {sigma} for {type(likelihood).__name__}, which has no noise level; expected sigma = 1. Only "
             "Gaussian regression has one."
         )
-    if isinstance(likelihood, (Categorical, Bernoulli)):
-        found = link_for(likelihood, link)
-        if isinstance(likelihood, Bernoulli):
-            return Events(likelihood, found) if link == "quadrature" else Probit(likelihood, found)
-        return Joint(likelihood, found) if found.joint else Probit(likelihood, found)
+    if likelihood.links:
+        closed = likelihood.link(link)
+        return Joint(likelihood, closed) if closed.joint else Separate(likelihood, link)
     if samples < 1:
         raise OptionError(f"asked for {samples} draws of the outputs; expected at least one.")
     return Sampled(likelihood, samples, generator)

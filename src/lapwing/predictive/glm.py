@@ -13,7 +13,6 @@ from lapwing.errors import LikelihoodError
 from lapwing.likelihoods import Categorical
 from lapwing.linalg import LinearMap
 from lapwing.posterior import Gaussian
-from lapwing.predictive.links import link_for
 
 
 def moments(
@@ -38,13 +37,13 @@ def variances(
 
 
 def probabilities(posterior: Gaussian, linear: LinearMap, link: str = "probit") -> Float[Tensor, "batch classes"]:
-    """Class probabilities in closed form, for outputs [B, C]; `link` names one of `links.OF_CLASSES`."""
-    found = link_for(Categorical(), link)
+    """Class probabilities in closed form, for outputs [B, C]; `link` names one of `Categorical.links`."""
+    closed = Categorical().link(link)
     if linear.value.dim() != 2:
         raise LikelihoodError(
             f"the outputs have shape {tuple(linear.value.shape)}; a closed form needs [batch, classes]. Use `draws`."
         )
-    return found.of(*(moments if found.joint else variances)(posterior, linear))
+    return closed.of(*(moments if closed.joint else variances)(posterior, linear))
 
 
 def draws(

@@ -14,20 +14,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lapwing.distributions import Distribution
 from lapwing.errors import DataError, LikelihoodError
 from lapwing.estimate.data_pass import check_loss, no_batch
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.data import Pairs
-from lapwing.laplace.predictions import FEW_OUTPUTS, marginal_draws, moments, predicted, probabilities
-from lapwing.likelihoods import Bernoulli, BernoulliMixture, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
+from lapwing.laplace.predictions import moments, probabilities
+from lapwing.linalg import LinearMap
 from lapwing.metrics import entropy
-from lapwing.predictive import Amounts, draws
 from lapwing.reporting.predictions import Classes, Counts, Numbers
 from lapwing.tangent.inputs import batch_size
 
 OUTSIDE_ROWS = 1000
 """How many unfamiliar inputs are made where none are given."""
-DISCRETE = Categorical, Bernoulli, BernoulliMixture
 DRAWS = 500
 """Of the outputs, where a predictive probability has no closed form."""
 SHOWN_COLUMNS = 4
@@ -131,60 +130,54 @@ def _inputs(outside: Tensor | Iterable[Any], la: BaseLaplace) -> Iterator[Any]:
 
 def _predict(la: BaseLaplace, x: Any, y: Tensor) -> tuple[Numbers | Counts | Classes, Int[Tensor, " n"]]:
     """The entries of a batch, and the row within the batch that each is of."""
-    likelihood = la.distribution
+    likelihood = la.distribution.of_targets()
     with torch.no_grad():
         linear = la.linearise(x)
-        check_loss(likelihood, linear.value, y)
-        if isinstance(likelihood, DISCRETE):
-            found = _classes(la, linear)
-            targets = y.flatten().long().cpu()
-            kept = (0 <= targets) & (targets < found[0].shape[-1])  # a target to be ignored is outside the classes
-            return Classes(targets[kept], *(each[kept] for each in found)), _rows(targets, len(y))[kept]
-        amounts = _amounts(la, linear)
+        check_loss(la.distribution, linear.value, y)
+        if likelihood.has_classes:
+            predictions = _classes(la, linear)
+            targets, observed = y.flatten().long().cpu(), likelihood.observed(y)
+            kept = slice(None) if observed is None else observed.flatten().cpu()
+            return Classes(targets[kept], *(part[kept] for part in predictions)), _rows(targets, len(y))[kept]
+        laplace, network = (_laws(la, linear, factor) for factor in (1.0, 0.0))
         targets = likelihood.to_last(y).reshape(-1).double().cpu()
-    if isinstance(likelihood, Poisson):
-        return Counts(targets, amounts.mean, amounts.variance), _rows(targets, len(y))
-    return Numbers(targets, amounts, amounts.alone()), _rows(targets, len(y))
+    kind = Counts if laplace.discrete else Numbers
+    return kind(targets, laplace, network), _rows(targets, len(y))
 
 
 def _rows(entries: Tensor, rows: int) -> Int[Tensor, " n"]:
     return torch.arange(len(entries)) // max(1, len(entries) // rows)
 
 
-def _classes(la: BaseLaplace, linear: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities of the network and of the posterior [n, C], and the deviation of the logits [n]."""
-    likelihood = la.distribution
-    variance = likelihood.to_last(moments(la.posterior, linear, diagonal=True)[1]).double().cpu().clamp_min(0)
-    if isinstance(likelihood, BernoulliMixture):
-        both = likelihood.probability(linear.value), _mixture(la, linear, likelihood)
-        network, posterior = (_binary(p) for p in both)
-        return network, posterior, variance.mean(-1).reshape(-1).sqrt()
-    assert isinstance(likelihood, (Categorical, Bernoulli))
-    both = predicted(likelihood, linear.value, 0), probabilities(la.posterior, linear, likelihood)
-    network, posterior = (_distribution(likelihood, p) for p in both)
-    if isinstance(likelihood, Bernoulli):
-        return network, posterior, variance.reshape(-1).sqrt()
-    return network, posterior, variance.mean(-1).reshape(-1).sqrt()
+def _classes(la: BaseLaplace, linear: LinearMap) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities of the network and of the posterior [n, C], and the deviation of the outputs [n]."""
+    likelihood = la.distribution.of_targets()
+    variance = moments(la.posterior, linear, diagonal=True)[1].double().cpu().clamp_min(0)
+    if likelihood.links:
+        posterior = probabilities(la.posterior, linear, likelihood)
+    else:
+        generator = torch.Generator(linear.value.device).manual_seed(0)
+        posterior = probabilities(la.posterior, linear, likelihood, "mc", DRAWS, generator)
+    network = likelihood.predicted(linear.value)
+    if likelihood.per_output:  # every event of its own is one of two classes
+        return _binary(network), _binary(posterior), variance.reshape(-1).sqrt()
+    deviation = likelihood.to_last(variance).mean(-1).reshape(-1).sqrt()
+    if network.shape != linear.value.shape:  # one event for all outputs of a position
+        return _binary(network), _binary(posterior), deviation
+    flat = (likelihood.to_last(p).flatten(0, -2).double().cpu() for p in (network, posterior))
+    network, posterior = (p / p.sum(-1, keepdim=True) for p in flat)
+    return network, posterior, deviation
 
 
 def _spread(la: BaseLaplace, x: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """Of inputs without targets [n]: entropies of posterior and network, and epistemic deviations."""
-    likelihood = la.distribution
     with torch.no_grad():
         linear = la.linearise(x)
-        if isinstance(likelihood, DISCRETE):
+        if la.distribution.has_classes:
             network, posterior, deviation = _classes(la, linear)
             return entropy(posterior), entropy(network), deviation
-        deviation = _amounts(la, linear).epistemic
+        deviation = _laws(la, linear).epistemic
         return deviation, None, deviation
-
-
-def _distribution(likelihood: Categorical | Bernoulli, probability: Tensor) -> Float[Tensor, "n classes"]:
-    if isinstance(likelihood, Bernoulli):  # every label of its own is one of two classes
-        return _binary(probability)
-    last = likelihood.to_last(probability)
-    flat = last.reshape(-1, last.shape[-1]).double().cpu()
-    return flat / flat.sum(-1, keepdim=True)
 
 
 def _binary(probability: Tensor) -> Float[Tensor, "n 2"]:
@@ -192,33 +185,20 @@ def _binary(probability: Tensor) -> Float[Tensor, "n 2"]:
     return torch.stack([1 - flat, flat], -1)
 
 
-def _mixture(la: BaseLaplace, linear: Any, likelihood: BernoulliMixture) -> Tensor:
-    """The probability of a one, the mean over draws of the outputs."""
-    value = linear.value
-    alone = value.dim() == 2 and value.shape[1] <= FEW_OUTPUTS
-    generator = torch.Generator(value.device).manual_seed(0)
-    found = (marginal_draws if alone else draws)(la.posterior, linear, DRAWS, generator)
-    return torch.stack([likelihood.probability(each) for each in found]).mean(0)
-
-
-def _amounts(la: BaseLaplace, linear: Any) -> Amounts:
-    """What is predicted for every number; for counts their log-rates, without noise."""
+def _laws(la: BaseLaplace, linear: LinearMap, factor: float = 1.0) -> Distribution:
+    """What is predicted for every target, with the posterior's covariance times a factor."""
     likelihood = la.distribution
     mean, variance = (likelihood.to_last(value) for value in moments(la.posterior, linear, diagonal=True))
-    if isinstance(likelihood, HeteroscedasticGaussian):
-        return Amounts.of_heads(mean, variance)
-    if isinstance(likelihood, Gaussian):
-        return Amounts.of_sigma(mean, variance, la.sigma_noise if la.has_noise else torch.as_tensor(likelihood.sigma))
-    if isinstance(likelihood, Poisson):
-        return Amounts.of_sigma(mean, variance, torch.zeros(()))
-    raise LikelihoodError(
-        f"the likelihood is {type(likelihood).__name__}; expected a Gaussian, a heteroscedastic Gaussian, counts, "
-        "classes or binary labels, whose predictions a report can compare with targets."
-    )
+    law = likelihood.predictive(mean, factor * variance, la.sigma_noise)
+    if law is None:
+        raise LikelihoodError(
+            f"the likelihood is {type(likelihood).__name__}; expected a Gaussian, a heteroscedastic Gaussian, counts, "
+            "classes or binary labels, whose predictions a report can compare with targets."
+        )
+    return law
 
 
-def _joined(found: Sequence[Numbers | Counts | Classes]) -> Numbers | Counts | Classes:
-    names = [each.name for each in fields(found[0])]
-    parts = [[getattr(each, name) for each in found] for name in names]
-    joined: list[Any] = [Amounts.joined(part) if isinstance(part[0], Amounts) else torch.cat(part) for part in parts]
-    return type(found[0])(*joined)
+def _joined(parts: Sequence[Numbers | Counts | Classes]) -> Numbers | Counts | Classes:
+    columns = [[getattr(part, one.name) for part in parts] for one in fields(parts[0])]
+    joined: list[Any] = [type(c[0]).joined(c) if isinstance(c[0], Distribution) else torch.cat(c) for c in columns]
+    return type(parts[0])(*joined)

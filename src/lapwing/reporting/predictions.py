@@ -1,7 +1,7 @@
 """Targets and what was predicted for them, laid out flat: one class for each kind of target.
 
-    Numbers   `Amounts` [n]: a Gaussian for every target, or a mixture of them where the noise is learnt too
-    Counts    mean and variance of the log-rate [n]: a Poisson law with an uncertain rate for every target
+    Numbers   a `Distribution` [n]: a Gaussian for every target, or a mixture of them where the noise is learnt too
+    Counts    a `Distribution` of whole numbers [n], say Poisson laws with uncertain rates
     Classes   probabilities of the network as trained and of the posterior [n, C]
 
 "network" is the network alone (MAP), "laplace" its posterior. `uncertainty` [n] is what unfamiliar inputs should have
@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lapwing.distributions import Distribution
 from lapwing.metrics import entropy
-from lapwing.predictive import Amounts, counts
 
 Source = Literal["network", "laplace"]
 SOURCES: tuple[Source, ...] = ("network", "laplace")
@@ -31,8 +31,8 @@ class Numbers:
     """Numbers that were to be predicted, and what was predicted."""
 
     targets: Float[Tensor, " n"]
-    laplace: Amounts
-    network: Amounts
+    laplace: Distribution
+    network: Distribution
 
     @property
     def mean(self) -> Float[Tensor, " n"]:
@@ -54,7 +54,7 @@ class Numbers:
     @property
     def parts(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
         """The deviation as two: by the weights and by the noise."""
-        return self.laplace.epistemic, self.laplace.noise
+        return self.laplace.parts
 
     def expected(self, source: Source) -> Float[Tensor, " n"]:
         return self._by(source).mean
@@ -69,7 +69,7 @@ class Numbers:
 
     @cached_property
     def _below(self) -> dict[Source, Float[Tensor, " n"]]:
-        return {source: self._by(source).below(self.targets) for source in SOURCES}
+        return {source: self._by(source).cdf(self.targets) for source in SOURCES}
 
     def inside(self, source: Source, level: float) -> Bool[Tensor, " n"]:
         """Whether a target is in the central interval of this probability."""
@@ -77,42 +77,41 @@ class Numbers:
 
     def widths(self, source: Source, levels: Sequence[float], rows: int = 2000) -> list[float]:
         """Mean widths of the central intervals, of some of the rows where there are more."""
-        amounts = self._by(source)
+        law = self._by(source)
         if len(self.targets) > rows:
             some = torch.randperm(len(self.targets), generator=torch.Generator().manual_seed(0))[:rows]
-            amounts = amounts.rows(some)
-        return [2 * float(amounts.half(level).mean()) for level in levels]
+            law = law.rows(some)
+        return [float(law.width(level).mean()) for level in levels]
 
     def rescaled(self, scale: float, shift: float) -> Numbers:
         """In other units: value * scale + shift."""
-        both = (each.rescaled(scale, shift) for each in (self.laplace, self.network))
+        both = (law.rescaled(scale, shift) for law in (self.laplace, self.network))
         return Numbers(self.targets * scale + shift, *both)
 
-    def _by(self, source: Source) -> Amounts:
+    def _by(self, source: Source) -> Distribution:
         return self.laplace if source == "laplace" else self.network
 
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """Counts that were to be predicted, and the mean and variance of their log-rates."""
+    """Counts that were to be predicted, and what was predicted."""
 
     targets: Float[Tensor, " n"]
-    log_rate: Float[Tensor, " n"]
-    variance: Float[Tensor, " n"]
+    laplace: Distribution
+    network: Distribution
 
     @property
     def mean(self) -> Float[Tensor, " n"]:
-        return self.expected("laplace")
+        return self.laplace.mean
 
     @property
     def deviation(self) -> Float[Tensor, " n"]:
         """Of a new count."""
-        return counts.moments(self.log_rate, self.variance)[1].sqrt()
+        return self.laplace.deviation
 
     @property
     def epistemic(self) -> Float[Tensor, " n"]:
-        """Of the log-rate, the scale on which the network is linear: a large rate is not by itself an unsure one."""
-        return self.variance.sqrt()
+        return self.laplace.epistemic
 
     @property
     def uncertainty(self) -> Float[Tensor, " n"]:
@@ -120,16 +119,15 @@ class Counts:
 
     @property
     def parts(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """The deviation as two: by the rate, which more data would settle, and by chance given the rate."""
-        expected, spread = counts.moments(self.log_rate, self.variance)
-        return (spread - expected).clamp_min(0).sqrt(), expected.sqrt()
+        """The deviation as two: by the weights, which more data would settle, and by chance given them."""
+        return self.laplace.parts
 
     def expected(self, source: Source) -> Float[Tensor, " n"]:
-        return counts.moments(self.log_rate, self._variance(source))[0]
+        return self._by(source).mean
 
     def log_prob(self, source: Source) -> Float[Tensor, " n"]:
         """Of every target."""
-        return counts.log_prob(self.targets, self.log_rate, self._variance(source))
+        return self._by(source).log_prob(self.targets)
 
     def below(self, source: Source, seed: int = 0) -> Float[Tensor, " n"]:
         """A draw between P(count < y) and P(count <= y): uniform where predictions are right, as for numbers."""
@@ -146,20 +144,18 @@ class Counts:
         """Mean widths of those intervals, the number of counts in each less one, from draws for some of the rows."""
         generator = torch.Generator().manual_seed(0)
         some = torch.randperm(len(self.targets), generator=generator)[:rows]
-        mean, deviation = self.log_rate[some], self._variance(source)[some].sqrt()
-        noise = torch.randn(draws, len(some), dtype=mean.dtype, generator=generator)
-        found = torch.poisson((mean + deviation * noise).exp().clamp_max(1e15), generator=generator)
-        level = torch.tensor(levels, dtype=mean.dtype)
-        low, high = (found.quantile(q, 0, interpolation="higher") for q in ((1 - level) / 2, (1 + level) / 2))
+        drawn = self._by(source).rows(some).draw(draws, generator)
+        level = torch.tensor(levels, dtype=drawn.dtype)
+        low, high = (drawn.quantile(q, 0, interpolation="higher") for q in ((1 - level) / 2, (1 + level) / 2))
         return (high - low).mean(1).tolist()
 
     def _cdf(self, source: Source) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
         """P(count <= y) and P(count < y)."""
-        rest = self.log_rate, self._variance(source)
-        return counts.cdf(self.targets, *rest), counts.cdf(self.targets - 1, *rest)
+        law = self._by(source)
+        return law.cdf(self.targets), law.cdf(self.targets - 1)
 
-    def _variance(self, source: Source) -> Float[Tensor, " n"]:
-        return self.variance if source == "laplace" else torch.zeros_like(self.variance)
+    def _by(self, source: Source) -> Distribution:
+        return self.laplace if source == "laplace" else self.network
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,9 +174,10 @@ def noise(observed: Observations) -> Figures | None:
     data = observed.data
     if not isinstance(data, Numbers):
         return None
-    of_rows = data.laplace.log_noise.reshape(observed.rows, -1)
-    low, high = (_quantile(data.laplace.noise, level) for level in (0.05, 0.95))
-    share = float(data.laplace.noise.square().mean() / data.deviation.square().mean())
+    level = data.parts[1]
+    of_rows = level.reshape(observed.rows, -1)
+    low, high = (_quantile(level, share) for share in (0.05, 0.95))
+    share = float(level.square().mean() / data.deviation.square().mean())
     return {"varies": bool((of_rows != of_rows[0]).any()), "low": low, "high": high, "share": share}
 
 

@@ -1,4 +1,4 @@
-"""Amounts whose noise is uncertain: densities, probabilities and intervals against dense sums over log-noises."""
+"""Numbers whose noise is uncertain: densities, probabilities and intervals against dense sums over log-noises."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from lapwing.predictive import Amounts
-from lapwing.predictive.amounts import SPREAD
+from lapwing.distributions import ScaleMixture
+from lapwing.distributions.scale_mixture import SPREAD
 
 VARIANCES = 0.0, 1e-4, 0.1, 3.0
 SPREADS = 0.0, 1e-6, 1e-3, 0.05, 0.5, 3.0
@@ -26,15 +26,15 @@ def column(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def one(mean: float, variance: float, log_noise: float, spread: float) -> Amounts:
-    return Amounts(column(mean), column(variance), column(log_noise), column(spread))
+def one(mean: float, variance: float, log_noise: float, spread: float) -> ScaleMixture:
+    return ScaleMixture(column(mean), column(variance), column(log_noise), column(spread))
 
 
-def grid(*spreads: float) -> tuple[Amounts, list[tuple[float, float]]]:
+def grid(*spreads: float) -> tuple[ScaleMixture, list[tuple[float, float]]]:
     """Around zero, every variance with every spread."""
     pairs = list(product(VARIANCES, spreads))
     variance, spread = (column(*values) for values in zip(*pairs, strict=True))
-    return Amounts(0 * spread, variance, LOG_NOISE + 0 * spread, spread), pairs
+    return ScaleMixture(0 * spread, variance, LOG_NOISE + 0 * spread, spread), pairs
 
 
 def log_density(error: float, variance: float, log_noise: float, spread: float) -> float:
@@ -57,10 +57,10 @@ def probability_below(error: float, variance: float, log_noise: float, spread: f
     return float((inside * stats.norm.pdf(z)).sum() * (z[1] - z[0]))
 
 
-def moment(amounts: Amounts, power: int) -> float:
+def moment(amounts: ScaleMixture, power: int) -> float:
     """E |y - mean|^power of one amount, by a sum over u of the density at mean + exp(u)."""
     u = torch.linspace(-45, 45, 9001, dtype=torch.float64)
-    many = Amounts.joined([amounts] * len(u))
+    many = ScaleMixture.joined([amounts] * len(u))
     return 2 * float((many.log_prob(many.mean + u.exp()) + (power + 1) * u).exp().sum() * (u[1] - u[0]))
 
 
@@ -71,7 +71,7 @@ def moment(amounts: Amounts, power: int) -> float:
 @pytest.mark.parametrize("variance", VARIANCES)
 def test_densities_are_those_of_a_dense_sum(variance: float, spread: float) -> None:
     errors = column(*ERRORS)
-    amounts = Amounts.joined([one(5.0, variance, LOG_NOISE, spread)] * len(ERRORS))
+    amounts = ScaleMixture.joined([one(5.0, variance, LOG_NOISE, spread)] * len(ERRORS))
     expected = column(*(log_density(e, variance, LOG_NOISE, spread) for e in ERRORS))
     torch.testing.assert_close(amounts.log_prob(5 + errors), expected, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(amounts.log_prob(5 - errors), expected, rtol=1e-8, atol=1e-8)
@@ -80,7 +80,7 @@ def test_densities_are_those_of_a_dense_sum(variance: float, spread: float) -> N
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("variance", VARIANCES)
 def test_probabilities_and_intervals_are_those_of_a_dense_sum(variance: float, spread: float) -> None:
-    amounts = Amounts.joined([one(5.0, variance, LOG_NOISE, spread)] * len(ERRORS))
+    amounts = ScaleMixture.joined([one(5.0, variance, LOG_NOISE, spread)] * len(ERRORS))
     expected = column(*(probability_below(e, variance, LOG_NOISE, spread) for e in ERRORS))
     torch.testing.assert_close(amounts.below(5 + column(*ERRORS)), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(amounts.below(5 - column(*ERRORS)), 1 - expected, rtol=0, atol=1e-6)
@@ -139,8 +139,8 @@ def test_noise_that_is_known_gives_the_gaussian() -> None:
 def test_noise_that_is_almost_known_is_almost_that_of_the_gaussian() -> None:
     """Also where log_noise + deviation is log_noise, by rounding."""
     for spread in (5e-324, 1e-60, 1e-30, 1e-20):
-        amounts = Amounts.joined([one(0.0, 0.1, LOG_NOISE, spread)] * len(ERRORS))
-        known = Amounts.joined([one(0.0, 0.1, LOG_NOISE, 0.0)] * len(ERRORS))
+        amounts = ScaleMixture.joined([one(0.0, 0.1, LOG_NOISE, spread)] * len(ERRORS))
+        known = ScaleMixture.joined([one(0.0, 0.1, LOG_NOISE, 0.0)] * len(ERRORS))
         torch.testing.assert_close(
             amounts.log_prob(column(*ERRORS)), known.log_prob(column(*ERRORS)), rtol=1e-9, atol=0
         )
@@ -152,9 +152,9 @@ def test_rows_do_not_see_each_other() -> None:
     """Known and unknown noise side by side, in more rows than are taken at a time."""
     amounts, _ = grid(*SPREADS, 64.0)
     times = 4096 // len(amounts.mean) + 2
-    many = Amounts.joined([amounts] * times)
+    many = ScaleMixture.joined([amounts] * times)
     y = torch.linspace(-3, 3, len(amounts.mean), dtype=torch.float64)
-    alone = [Amounts(*(value[i : i + 1] for value in vars(amounts).values())) for i in range(len(y))]
+    alone = [ScaleMixture(*(value[i : i + 1] for value in vars(amounts).values())) for i in range(len(y))]
     for name in ("log_prob", "below"):
         expected = torch.cat([getattr(each, name)(y[i : i + 1]) for i, each in enumerate(alone)])
         torch.testing.assert_close(getattr(many, name)(y.repeat(times)), expected.repeat(times), rtol=1e-7, atol=1e-7)
@@ -210,11 +210,11 @@ def test_the_network_alone_is_the_gaussian_it_gives() -> None:
 
 def test_no_amounts_at_all() -> None:
     none = torch.zeros(0, dtype=torch.float64)
-    amounts = Amounts(none, none, none, none)
+    amounts = ScaleMixture(none, none, none, none)
     for found in (amounts.log_prob(none), amounts.below(none), amounts.half(0.9), amounts.deviation):
         assert found.shape == (0,)
     assert amounts.rescaled(2.0, 1.0).alone().mean.shape == (0,)
-    assert Amounts.joined([amounts, one(1.0, 0.0, 0.0, 0.5), amounts]).mean.tolist() == [1.0]
+    assert ScaleMixture.joined([amounts, one(1.0, 0.0, 0.0, 0.5), amounts]).mean.tolist() == [1.0]
 
 
 def test_what_is_not_a_number_ends_as_none() -> None:
@@ -245,7 +245,7 @@ def test_noise_whose_variance_float64_cannot_hold(log_noise: float, spread: floa
 def test_beyond_all_numbers_widths_are_infinite_and_never_nan() -> None:
     """And the row beside them has what it has alone."""
     level, spread = column(1e5, 0.0, 1e5, 0.0), column(0.0, 1e6, 1e4, 0.5)
-    amounts = Amounts(0 * level, 1 + 0 * level, level, spread)
+    amounts = ScaleMixture(0 * level, 1 + 0 * level, level, spread)
     for found in (amounts.half(0.9), amounts.deviation):
         assert found.isinf().tolist() == [True, True, True, False]
     torch.testing.assert_close(amounts.half(0.9)[3:], one(0.0, 1.0, 0.0, 0.5).half(0.9), rtol=1e-7, atol=0)
@@ -256,9 +256,20 @@ def test_beyond_all_numbers_widths_are_infinite_and_never_nan() -> None:
 def test_outputs_of_two_heads_and_the_bound_of_their_spread() -> None:
     value = torch.tensor([[1.0, 2.0, -1.0, -2.0], [3.0, 4.0, -3.0, -4.0]])
     variance = torch.tensor([[0.1, 0.2, 0.3, 1e9], [0.4, -1e-9, -1e-9, 0.6]])
-    found = Amounts.of_heads(value, variance)
+    found = ScaleMixture.of_heads(value, variance)
     assert found.mean.tolist() == [1, 2, 3, 4]
     assert found.log_noise.tolist() == [-1, -2, -3, -4]
     torch.testing.assert_close(found.variance, torch.tensor([0.1, 0.2, 0.4, 0.0]).double())
     torch.testing.assert_close(found.spread, torch.tensor([0.3, SPREAD, 0.0, 0.6]).double())
     assert found.mean.dtype == torch.float64
+
+
+def test_intervals_hold_their_level_and_draws_fall_into_them() -> None:
+    law, n = ScaleMixture(column(0, 5), column(0.4, 1e-3), column(-1, 0.3), column(0, 0.7)), 100_000
+    drawn = law.draw(n, torch.Generator().manual_seed(0))
+    low, high = law.interval(0.9)
+    torch.testing.assert_close(law.cdf(high) - law.cdf(low), column(0.9, 0.9), rtol=1e-8, atol=0)
+    torch.testing.assert_close(law.width(0.9), high - low)
+    share = ((low < drawn) & (drawn < high)).double().mean(0)
+    assert bool(((share - 0.9).abs() < 4 * (0.9 * 0.1 / n) ** 0.5).all())
+    assert bool(((drawn.mean(0) - law.mean).abs() < 4 * law.deviation / n**0.5).all())

@@ -6,7 +6,7 @@ bridge          the Dirichlet whose Laplace approximation in the logits has this
 bridge_norm     as bridge, with logits rescaled to the variance for which it is accurate
 quadrature      the integral itself, for a single logit: exact to rounding at any variance
 
-`link_for` is the one place that knows which of them a likelihood has, and whether it needs [B, C, C].
+Which of them a likelihood has, and by what name, is said by its `links`.
 
 >>> import torch
 >>> probit(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 3.0]]))
@@ -15,17 +15,12 @@ tensor([[0.5000, 0.5000]])
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from math import pi
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-from lapwing.errors import LikelihoodError, OptionError
-from lapwing.likelihoods import Bernoulli, Likelihood
 
 
 def shrink(mean: Float[Tensor, "*#shape"], variance: Float[Tensor, "*#shape"]) -> Tensor:
@@ -101,62 +96,3 @@ def bridge_norm(mean: Tensor, covariance: Tensor) -> Tensor:
     """Mean of the normalised Laplace bridge's Dirichlet."""
     alpha = dirichlet(mean, covariance, normalise=True)
     return alpha / alpha.sum(-1, keepdim=True)
-
-
-# -- which of them a likelihood has ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Link:
-    """A closed form: `of` takes the mean and the variances of the logits, or (`joint`) their covariance."""
-
-    of: Callable[[Tensor, Tensor], Tensor]
-    joint: bool = False
-
-    def check(self, value: Tensor) -> None:
-        """Refuses outputs whose covariance the closed form would not know how to read."""
-        if self.joint and value.dim() != 2:
-            raise LikelihoodError(
-                f"the outputs have shape {tuple(value.shape)}; a link with covariances needs [batch, classes]. "
-                "Use link='probit'."
-            )
-
-
-def _events(mean: Tensor, variance: Tensor) -> Tensor:
-    return torch.sigmoid(shrink(mean, variance))
-
-
-def _events_integrated(mean: Tensor, variance: Tensor) -> Tensor:
-    return quadrature(mean.unsqueeze(-1), variance.unsqueeze(-1)).squeeze(-1)
-
-
-OF_CLASSES = {
-    "probit": Link(probit),
-    "probit_full": Link(probit_full, joint=True),
-    "bridge": Link(bridge, joint=True),
-    "bridge_norm": Link(bridge_norm, joint=True),
-}
-"""For classes that exclude each other, logits along the last axis."""
-OF_EVENTS = {"probit": Link(_events), "probit_full": Link(_events), "quadrature": Link(_events_integrated)}
-"""For labels one by one, every logit on its own, in any shape."""
-NAMES = tuple(dict.fromkeys([*OF_CLASSES, *OF_EVENTS, "mc"]))
-"""All that a link may be called; "mc" is no closed form but the mean over draws."""
-
-
-def check_link(link: str) -> None:
-    """Refuses a name that is none."""
-    if link not in NAMES:
-        raise OptionError(f"unknown link {link!r}; expected one of {sorted(NAMES)}.")
-
-
-def link_for(likelihood: Likelihood, link: str) -> Link:
-    """The closed form of that name, for classes or for events."""
-    check_link(link)
-    table = OF_EVENTS if isinstance(likelihood, Bernoulli) else OF_CLASSES
-    if link not in table:
-        raise OptionError(
-            f"link {link!r} for {type(likelihood).__name__}; expected 'probit' or 'mc', which serve every shape, or "
-            f"another of {sorted(table)}. 'quadrature' is for single events, 'bridge' and 'bridge_norm' are for "
-            "classes that exclude each other; draws ('mc') have no closed form."
-        )
-    return table[link]

@@ -1,4 +1,4 @@
-"""Amounts whose mean and log-noise are Gaussian: y ~ N(m, exp l), m ~ N(mean, variance), l ~ N(log_noise, spread).
+"""Numbers whose mean and log-noise are Gaussian: y ~ N(m, exp l), m ~ N(mean, variance), l ~ N(log_noise, spread).
 
     mean, variance, log_noise, spread   [n], float64: what a regression predicts, for noise that is known (spread 0)
                                         or that a network gives for every input (`HeteroscedasticGaussian`)
@@ -10,23 +10,25 @@ network has been led so far from its data that exp l is no number any more, a wi
 
 >>> import torch
 >>> one = torch.ones(1, dtype=torch.float64)
->>> known = Amounts(mean=0 * one, variance=3 * one, log_noise=0 * one, spread=0 * one)       # N(0, 3 + 1)
+>>> known = ScaleMixture(mean=0 * one, variance=3 * one, log_noise=0 * one, spread=0 * one)       # N(0, 3 + 1)
 >>> known.deviation, known.half(0.95).round(decimals=2)
 (tensor([2.], dtype=torch.float64), tensor([3.9200], dtype=torch.float64))
->>> unsure = Amounts(0 * one, 0 * one, 0 * one, spread=one)
+>>> unsure = ScaleMixture(0 * one, 0 * one, 0 * one, spread=one)
 >>> bool(unsure.log_prob(5 * one) > known.alone().log_prob(5 * one))                         # heavier tails
 True
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import ceil, log, pi
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
+
+from lapwing.distributions.distribution import Distribution
 
 POINTS, REACH = 65, 8.3
 """Of a Gaussian over l, for averages: exp(-8.3^2 / 2) = 1e-15."""
@@ -42,10 +44,10 @@ MOST = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Amounts:
-    """A prediction for each of n amounts; see the head of this module."""
+class ScaleMixture(Distribution):
+    """A prediction for each of n numbers; see the head of this module."""
 
-    mean: Float[Tensor, " n"]
+    mean: Float[Tensor, " n"]  # pyright: ignore[reportIncompatibleMethodOverride]
     variance: Float[Tensor, " n"]
     log_noise: Float[Tensor, " n"]
     spread: Float[Tensor, " n"]
@@ -65,40 +67,36 @@ class Amounts:
         """Standard deviation of y."""
         return torch.hypot(self.epistemic, self.noise)
 
-    @staticmethod
-    def of_sigma(value: Float[Tensor, "*n c"], variance: Float[Tensor, "*n c"], sigma: Tensor) -> Amounts:
-        """From outputs that are means, one after the other, with known noise: one for all, or one per output."""
-        level = 2 * sigma.double().log().to(value.device).expand(value.shape)
-        every = value, variance.clamp_min(0), level, torch.zeros_like(value)
-        return Amounts(*(each.reshape(-1).double().cpu() for each in every))
+    @property
+    def parts(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """The deviation as two: by the weights and by the noise."""
+        return self.epistemic, self.noise
 
     @staticmethod
-    def of_heads(value: Float[Tensor, "*n two"], variance: Float[Tensor, "*n two"]) -> Amounts:
+    def of_sigma(value: Float[Tensor, "*n c"], variance: Float[Tensor, "*n c"], sigma: Tensor) -> ScaleMixture:
+        """From outputs that are means, one after the other, with known noise: one for all, or one per output."""
+        level = 2 * sigma.double().log().to(value.device).expand(value.shape)
+        given = value, variance.clamp_min(0), level, torch.zeros_like(value)
+        return ScaleMixture(*(part.reshape(-1).double().cpu() for part in given))
+
+    @staticmethod
+    def of_heads(value: Float[Tensor, "*n two"], variance: Float[Tensor, "*n two"]) -> ScaleMixture:
         """From outputs of which the first half are means and the second log-variances, one after the other.
 
         The variance of a linearised log-noise grows without bound away from the data, and with it E exp l: beyond
         `SPREAD`, a factor of e^2 in the deviation either way at two deviations of l, it says no more.
         """
         (mean, level), (of_mean, of_level) = value.chunk(2, -1), variance.chunk(2, -1)
-        every = mean, of_mean.clamp_min(0), level, of_level.clamp(0, SPREAD)
-        return Amounts(*(each.reshape(-1).double().cpu() for each in every))
+        given = mean, of_mean.clamp_min(0), level, of_level.clamp(0, SPREAD)
+        return ScaleMixture(*(part.reshape(-1).double().cpu() for part in given))
 
-    @staticmethod
-    def joined(parts: Sequence[Amounts]) -> Amounts:
-        """One after the other; at least one."""
-        return Amounts(*(torch.cat([getattr(part, each.name) for part in parts]) for each in fields(Amounts)))
-
-    def rows(self, chosen: Int[Tensor, " k"]) -> Amounts:
-        """Of these numbers."""
-        return Amounts(*(getattr(self, each.name)[chosen] for each in fields(Amounts)))
-
-    def alone(self) -> Amounts:
+    def alone(self) -> ScaleMixture:
         """What the network says without error bars: N(mean, exp log_noise)."""
         return replace(self, variance=torch.zeros_like(self.mean), spread=torch.zeros_like(self.mean))
 
-    def rescaled(self, scale: float, shift: float) -> Amounts:
+    def rescaled(self, scale: float, shift: float) -> ScaleMixture:
         """In other units, y * scale + shift; scale > 0."""
-        return Amounts(
+        return ScaleMixture(
             self.mean * scale + shift, self.variance * scale**2, self.log_noise + 2 * log(scale), self.spread
         )
 
@@ -117,7 +115,7 @@ class Amounts:
         return known - unit / 2
 
     def below(self, y: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """P(amount < y)."""
+        """P(y' < y)."""
 
         def part(errors: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
             return torch.special.ndtr(errors.unsqueeze(-1) * inverse) @ weights
@@ -149,6 +147,22 @@ class Amounts:
 
         start = torch.special.ndtri(torch.full_like(self.mean, (1 + level) / 2))
         return self._averaged(part, start) * (self._log_unit / 2).exp()
+
+    cdf = below
+
+    def interval(self, level: float) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """mean -+ `half`."""
+        half = self.half(level)
+        return self.mean - half, self.mean + half
+
+    def width(self, level: float) -> Float[Tensor, " n"]:
+        return 2 * self.half(level)  # also where it is small beside the mean
+
+    def draw(self, count: int, generator: torch.Generator | None = None) -> Float[Tensor, "count n"]:
+        """New observations, with the mean and the noise drawn anew for each."""
+        of_mean, of_level, noise = torch.randn(3, count, len(self.mean), dtype=self.mean.dtype, generator=generator)
+        level = self.log_noise + self.spread.sqrt() * of_level
+        return self.mean + self.epistemic * of_mean + (level / 2).exp() * noise
 
     @property
     def _log_unit(self) -> Float[Tensor, " n"]:
