@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -34,12 +34,13 @@ def table(rows: int = 150) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module", params=["full", "varying", "kron", "classes"])
-def bundle(request: pytest.FixtureRequest) -> Bundle:
+def bundle(request: pytest.FixtureRequest, quick: Callable[[], AbstractContextManager[None]]) -> Bundle:
     width = 60 if request.param == "kron" else 5
     target, other = ("k", "y") if request.param == "classes" else ("y", "k")
     spec = Spec(1, 1, width=width, depth=2 if width == 60 else 1)
     noise = "varying" if request.param == "varying" else "constant"
-    fitted = fit_table(table().drop(columns=other), target, epochs=3, spec=spec, noise=noise)
+    with quick():
+        fitted = fit_table(table().drop(columns=other), target, epochs=3, spec=spec, noise=noise)
     assert fitted.spec.varying == (request.param == "varying")
     assert type(fitted.la).__name__ == ("KronLaplace" if request.param == "kron" else "FullLaplace")
     return fitted

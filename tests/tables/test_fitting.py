@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import log, pi
 from pathlib import Path
@@ -24,6 +26,7 @@ from lapwing.tables.training import Spec
 
 SMALL = Spec(1, 1, width=8, depth=1)
 LINEAR = Spec(1, 1, depth=0)
+Quick = Callable[[], AbstractContextManager[None]]
 
 
 def houses(rows: int = 400, seed: int = 0) -> pd.DataFrame:
@@ -47,13 +50,15 @@ def flowers(rows: int = 400, seed: int = 0) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def amounts() -> Bundle:
-    return fit_table(houses(), "price", epochs=40, spec=SMALL, noise="constant")
+def amounts(quick: Quick) -> Bundle:
+    with quick():
+        return fit_table(houses(), "price", epochs=40, spec=SMALL, noise="constant")
 
 
 @pytest.fixture(scope="module")
-def classes() -> Bundle:
-    return fit_table(flowers(), "kind", epochs=40, spec=SMALL)
+def classes(quick: Quick) -> Bundle:
+    with quick():
+        return fit_table(flowers(), "kind", epochs=40, spec=SMALL)
 
 
 def test_amounts_are_learned(amounts: Bundle) -> None:

@@ -18,6 +18,7 @@ from lapwing import estimate
 from lapwing.errors import CurvatureError, DataError, LikelihoodError, ParameterError, UnsupportedOperationError
 from lapwing.evidence import Evidence, GaussianFit, gradient
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
+from lapwing.linalg import Curvature, Diagonal
 from lapwing.params import ParamSpace
 from lapwing.priors import Prior
 from lapwing.tangent import Tangent
@@ -339,6 +340,29 @@ def test_other_estimators(estimator: Any) -> None:
     x, y = blobs()
     found = train(small(3, 2), batches(x, y, 20), Categorical(), estimator=estimator, epochs=2, hyper_steps=3)
     assert len(found.log_marginals) == 2
+
+
+def test_the_fit_is_learnt_in_the_pass_of_the_estimator() -> None:
+    model, ours, _ = normalised()
+    inside: list[int] = []
+
+    def watched(*args: Any, **options: Any) -> Curvature:
+        before = len(ours.seen)
+        curvature = estimate.kflr(*args, **options)
+        inside.append(len(ours.seen) - before)
+        return curvature
+
+    train(model, batches(*blobs(), 20), Categorical(), estimator=watched, epochs=2, hyper_steps=1)
+    assert len(inside) == 3  # a look at the first batch, and two evaluations
+    assert ours.seen.count(False) == sum(inside)
+
+
+def test_an_estimator_that_reports_no_batch_is_refused() -> None:
+    def silent(tangent: Tangent, *args: Any, **options: Any) -> Curvature:
+        return Diagonal(torch.ones(tangent.space.size).double())
+
+    with pytest.raises(CurvatureError, match=r"reported no batch; expected .*linearised or observe"):
+        train(small(), [curve()], Gaussian(), estimator=silent, epochs=1)
 
 
 def test_inputs_that_are_tuples_and_mappings() -> None:
