@@ -5,7 +5,6 @@ The digits are shown to the network upright; turned by a quarter they are what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from torch import Tensor, nn
 from lapwing.errors import OptionError
 from lapwing.metrics import entropy
 from lapwing.reporting.pictures import GREY, LAPLACE, NETWORK, style
-from lapwing.reporting.table_report import report_table, test_rows
+from lapwing.reporting.table_report import Tell, report_table, test_rows
 from lapwing.tables.bundle import Bundle, Raw
 from lapwing.tables.fit import fit_table
 from lapwing.tables.reading import open_table, pd
-
-Tell = Callable[[str, float], object]
 
 
 @dataclass(frozen=True, eq=False)
