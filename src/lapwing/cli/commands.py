@@ -111,7 +111,7 @@ def fit(
             bundle = fit_table(data, target, task=task.value, seed=seed, progress=stages, **options)
             bundle.save(path)
         seconds = perf_counter() - start
-        found = {
+        fitted = {
             "model": str(path),
             "target": target,
             "task": bundle.task,
@@ -124,7 +124,7 @@ def fit(
             "seconds": seconds,
         }
         if as_json:
-            say_json(found)
+            say_json(fitted)
             return
         used = bundle.summary.rows_used
         say(
@@ -166,13 +166,13 @@ def predict(
             def told(rows: int) -> None:
                 stages(f"predicting, {rows:,} rows", 0.0)
 
-            found = asdict(write_predictions(bundle, data, out, level=level, progress=told, raw=raw))
+            written = asdict(write_predictions(bundle, data, out, level=level, progress=told, raw=raw))
         explained = bundle.explain(level)[1:]
         if as_json:
             say_json(
                 {
                     "predictions": str(out),
-                    **found,
+                    **written,
                     "level": level,
                     "threshold": bundle.ood.threshold,
                     "explained": explained,
@@ -180,10 +180,10 @@ def predict(
                 }
             )
             return
-        flagged = f"{found['flagged']:,} flagged as unlike the data" if found["flagged"] else "none unlike the data"
+        flagged = f"{written['flagged']:,} flagged as unlike the data" if written["flagged"] else "none unlike the data"
         say(
-            f"{found['rows']:,} rows predicted, {flagged}, {perf_counter() - start:.1f} s.",
-            *notes(found["notes"]),
+            f"{written['rows']:,} rows predicted, {flagged}, {perf_counter() - start:.1f} s.",
+            *notes(written["notes"]),
             *notes(explained, "What the columns promise"),
             f"\nPredictions: {out}",
         )
@@ -231,11 +231,11 @@ def inspect(model: Model, as_json: Json = False, debug: Debug = False) -> None:
     with handled(debug, as_json):
         from lapwing.cli.inspecting import inspected, lines
 
-        found = inspected(model)
+        facts = inspected(model)
         if as_json:
-            say_json(found)
+            say_json(facts)
         else:
-            say(*lines(found))
+            say(*lines(facts))
 
 
 @app.command()
@@ -262,19 +262,19 @@ def demo(
         if as_json:
             say_json(
                 {
-                    "demos": [each.as_dict() for each in shown],
+                    "demos": [demonstration.as_dict() for demonstration in shown],
                     "seconds": perf_counter() - start,
                     "picture": None if picture is None else str(picture),
                 }
             )
             return
-        for each in shown:
+        for demonstration in shown:
             say(
-                Text(each.title, style="bold cyan"),
-                comparison(each.bundle.summary),
-                each.said,
-                f"Model:  {each.model}",
-                f"Report: {each.report}\n",
+                Text(demonstration.title, style="bold cyan"),
+                comparison(demonstration.bundle.summary),
+                demonstration.said,
+                f"Model:  {demonstration.model}",
+                f"Report: {demonstration.report}\n",
             )
         say(
             *([f"Picture: {picture}"] if picture else []),

@@ -1,4 +1,4 @@
-"""How the command line speaks: tables and notes on stdout, progress and errors on stderr, JSON for machines.
+"""What the command line prints: tables and notes on stdout, progress and errors on stderr, JSON for machines.
 
 With `--json`, stdout holds one JSON document and nothing else: after an error {"error": message, "exit_code": code},
 with the message on stderr as well. Progress bars are drawn on a terminal only, once the work has lasted a second. Exit
@@ -37,7 +37,7 @@ SMALL = 20_000_000
 
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""What moves a cursor, colours a terminal, ends a line or turns its direction; not tabs and newlines."""
+"""Characters that move the cursor, set colours, end a line or turn its direction; not tabs and newlines."""
 
 
 def visible(text: str, lines: bool = False) -> str:
@@ -46,8 +46,8 @@ def visible(text: str, lines: bool = False) -> str:
     >>> print(visible("\x1b[2Jred\nalert"))
     \x1b[2Jred\nalert
     """
-    found = CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-    return found if lines else found.replace("\n", "\\n").replace("\t", "\\t")
+    text = CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return text if lines else text.replace("\n", "\\n").replace("\t", "\\t")
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def complain(message: str) -> None:
 
 @contextmanager
 def one_thread(when: bool = True) -> Iterator[None]:
-    """Torch on one thread: for small networks a second one costs more than it brings, above all on a busy machine."""
+    """Torch on one thread: for small networks more threads are slower, above all on a busy machine."""
     threads = torch.get_num_threads()
     try:
         if when:

@@ -5,7 +5,6 @@ The digits are shown to the network upright; turned by a quarter they are what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from torch import Tensor, nn
 from lapwing.errors import OptionError
 from lapwing.metrics import entropy
 from lapwing.reporting.pictures import GREY, LAPLACE, NETWORK, style
-from lapwing.reporting.table_report import report_table, test_rows
+from lapwing.reporting.table_report import Tell, report_table, test_rows
 from lapwing.tables.bundle import Bundle, Raw
 from lapwing.tables.fit import fit_table
 from lapwing.tables.reading import open_table, pd
-
-Tell = Callable[[str, float], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,20 +85,18 @@ def _shown(title: str, table: Any, target: str, name: Path, seed: int, tell: Tel
     if unfamiliar is not None:
         unfamiliar = unfamiliar.iloc[test_rows(bundle, open_table(table))]  # of no row was anything seen in training
     figures = report_table(bundle, table, page, out_of_distribution=unfamiliar, title=title, progress=stage)
-    found = figures["unfamiliar"]
     kind = (
         "held-out digits, turned by a quarter" if unfamiliar is not None else "rows with shuffled and stretched columns"
     )
-    inside, outside = found["flagged"]
+    inside, outside = figures["unfamiliar"]["flagged"]
     said = f"The flag for unfamiliar rows goes up for {outside:.0%} of {kind}, and for {inside:.1%} of those held out."
     return Shown(title, bundle, model, page, figures, said)
 
 
 def draw(path: Path, digits: Shown, images: Any, turned: Any, diabetes: Shown, measured: Any) -> None:
     """Three panels: intervals for diabetes; deviations for digits upright and turned; the surest and least sure."""
-    held = _rows(digits)
-    own = digits.bundle.raw(_encoded(digits, images.iloc[held]))
-    other = digits.bundle.raw(_encoded(digits, turned.iloc[held]))
+    held, bundle = digits.figures["looked_at"], digits.bundle
+    own, other = (bundle.raw(bundle.encoder(frame.iloc[held])) for frame in (images, turned))
     with style():
         from matplotlib.figure import Figure
 
@@ -110,31 +105,22 @@ def draw(path: Path, digits: Shown, images: Any, turned: Any, diabetes: Shown, m
         _draw_intervals(left, diabetes, measured)
         _draw_flags(middle, digits, own, other)
         pixels = torch.tensor(images.drop(columns="digit").to_numpy()[held])
-        _draw_digits(right, pixels, entropy(digits.bundle.probabilities(own)))
+        _draw_digits(right, pixels, entropy(bundle.probabilities(own)))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Software": None})
 
 
-def _rows(shown: Shown) -> Any:
-    """The rows that were held out to test, as the report found them."""
-    return shown.figures["looked_at"]
-
-
-def _encoded(shown: Shown, frame: Any) -> Tensor:
-    return shown.bundle.encoder(frame)
-
-
 def _draw_intervals(axes: Any, shown: Shown, table: Any) -> None:
-    rows = table.iloc[_rows(shown)]
-    found = shown.bundle.predict(rows)
-    order = found["mean"].to_numpy().argsort()
-    mean, truth = found["mean"].to_numpy()[order], rows[shown.bundle.target.name].to_numpy()[order]
-    low, high = (found[name].to_numpy()[order] for name in ("lower_90", "upper_90"))
+    rows = table.iloc[shown.figures["looked_at"]]
+    predicted = shown.bundle.predict(rows)
+    order = predicted["mean"].to_numpy().argsort()
+    mean, low, high = (predicted[name].to_numpy()[order] for name in ("mean", "lower_90", "upper_90"))
+    truth = rows[shown.bundle.target.name].to_numpy()[order]
     inside = (low <= truth) & (truth <= high)
     place = range(len(mean))
     axes.fill_between(place, low, high, color=LAPLACE, alpha=0.2, linewidth=0, label="90% interval")
     axes.plot(place, mean, color=LAPLACE, label="prediction")
-    colours = [GREY if each else NETWORK for each in inside]
+    colours = [GREY if covered else NETWORK for covered in inside]
     axes.scatter(place, truth, s=13, color=colours, zorder=3, label="true value (red: outside)")
     axes.set(xlabel="patients held out, by prediction", ylabel="progression of diabetes", ylim=(-60, 520))
     axes.set_title(f"{inside.mean():.0%} of true values in 90% intervals")

@@ -1,4 +1,4 @@
-"""What a file holds, as plain values and as lines for people: a fitted table, or a posterior of one's own network."""
+"""What a file holds, as plain values and as lines to print: a fitted table, or a posterior of the user's network."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.text import Text
 from lapwing.cli.console import comparison, notes, visible
 from lapwing.serialize.files import describe
 
-Found = dict[str, Any]
+Facts = dict[str, Any]
 
 
-def inspected(path: Path) -> Found:
-    """Everything about the file that a person may want to know."""
+def inspected(path: Path) -> Facts:
+    """What there is to know about the file."""
     described = describe(path)
     metadata = described["metadata"]
-    found: Found = {
+    facts: Facts = {
         "file": str(path),
         "bytes": path.stat().st_size,
         "kind": metadata.get("kind"),
@@ -26,7 +26,7 @@ def inspected(path: Path) -> Found:
     }
     if metadata.get("kind") != "table":
         model = metadata.get("model", {})
-        return found | {
+        return facts | {
             "posterior": metadata.get("class"),
             "likelihood": metadata.get("likelihood"),
             "network": model.get("class"),
@@ -38,7 +38,7 @@ def inspected(path: Path) -> Found:
 
     bundle = Bundle.load(path)
     la, spec = bundle.la, bundle.spec
-    return found | {
+    return facts | {
         "task": bundle.task,
         "target": bundle.target.name,
         "classes": list(bundle.classes),
@@ -70,8 +70,8 @@ def inspected(path: Path) -> Found:
     }
 
 
-def lines(found: Found) -> list[str | Table | Text]:
-    """The same for people."""
+def lines(facts: Facts) -> list[str | Table | Text]:
+    """The same as lines to print."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -79,21 +79,21 @@ def lines(found: Found) -> list[str | Table | Text]:
     def row(name: str, value: object) -> None:
         table.add_row(name, Text(visible(str(value))))
 
-    size = f"{found['bytes'] / 1e6:.1f} MB" if found["bytes"] >= 1e5 else f"{found['bytes'] / 1e3:.1f} kB"
-    row("File", f"{found['file']} ({size}, written by lapwing {found['written_by']})")
-    if found["kind"] != "table":
-        row("Posterior", f"{found['posterior']} of a {found['network']}; read it with lapwing.load(path, model)")
-        row("Likelihood", ", ".join(f"{value}" for value in (found["likelihood"] or {}).values()))
-        if found["reason"]:
-            row("Structure", found["reason"])
-        row("Parameters", ", ".join(f"{name} {shape}" for name, shape in found["entries"].items()))
+    size = f"{facts['bytes'] / 1e6:.1f} MB" if facts["bytes"] >= 1e5 else f"{facts['bytes'] / 1e3:.1f} kB"
+    row("File", f"{facts['file']} ({size}, written by lapwing {facts['written_by']})")
+    if facts["kind"] != "table":
+        row("Posterior", f"{facts['posterior']} of a {facts['network']}; read it with lapwing.load(path, model)")
+        row("Likelihood", ", ".join(f"{value}" for value in (facts["likelihood"] or {}).values()))
+        if facts["reason"]:
+            row("Structure", facts["reason"])
+        row("Parameters", ", ".join(f"{name} {shape}" for name, shape in facts["entries"].items()))
         return [table]
     from lapwing.tables.scoring import Summary
 
-    network, classes = found["network"], found["classes"]
-    what = f"{found['task']} of {found['target']!r}"
+    network, classes = facts["network"], facts["classes"]
+    what = f"{facts['task']} of {facts['target']!r}"
     row("Task", f"{what}, {len(classes)} classes: {', '.join(classes[:10])}" if classes else what)
-    used = [column for column in found["columns"] if column["kind"] != "left out"]
+    used = [column for column in facts["columns"] if column["kind"] != "left out"]
     kinds = {kind: sum(column["kind"] == kind for column in used) for kind in dict.fromkeys(c["kind"] for c in used)}
     row(
         "Columns",
@@ -103,14 +103,14 @@ def lines(found: Found) -> list[str | Table | Text]:
         "Network",
         f"{network['kind']}, {network['depth']} layers of {network['width']}, {network['parameters']:,} weights",
     )
-    row("Posterior", f"{found['structure']}; {found['effective_parameters']:,.0f} weights are determined by the data")
-    precisions = found["prior_precision"]
+    row("Posterior", f"{facts['structure']}; {facts['effective_parameters']:,.0f} weights are determined by the data")
+    precisions = facts["prior_precision"]
     span = f"{min(precisions):.3g} to {max(precisions):.3g}" if len(precisions) > 1 else f"{precisions[0]:.3g}"
-    warmth = f" at temperature {found['temperature']:.3g}" if found["temperature"] != 1 else ""
-    row("Prior", f"precision {span}; log evidence {found['log_evidence']:,.1f}{warmth}")
-    if found["noise"] is not None:
-        around = "varies with the inputs, around " if found["noise_varies"] else ""
-        row("Noise", f"{around}standard deviation {found['noise']:.4g}")
-    row("Calibration", f"{found['calibration_rows']:,} rows; out of distribution above {found['threshold']:.4g}")
-    summary = Summary.from_dict(found["summary"])
-    return [table, Text(""), comparison(summary), *notes(found["notes"]), *notes(found["explained"], "In words")]
+    warmth = f" at temperature {facts['temperature']:.3g}" if facts["temperature"] != 1 else ""
+    row("Prior", f"precision {span}; log evidence {facts['log_evidence']:,.1f}{warmth}")
+    if facts["noise"] is not None:
+        around = "varies with the inputs, around " if facts["noise_varies"] else ""
+        row("Noise", f"{around}standard deviation {facts['noise']:.4g}")
+    row("Calibration", f"{facts['calibration_rows']:,} rows; out of distribution above {facts['threshold']:.4g}")
+    summary = Summary.from_dict(facts["summary"])
+    return [table, Text(""), comparison(summary), *notes(facts["notes"]), *notes(facts["explained"], "In words")]

@@ -1,11 +1,14 @@
 """`report`: what a posterior knows and what it does not, as one HTML page with pictures and plain language.
 
-predictions   targets and what was predicted for them, by kind of target
-observations  predictions for held-out data, gathered over a loader
-statistics    the figures, as plain dictionaries
-pictures      figures as SVG
-words         figures as sentences
-page          all of it as one file
+posterior_report  report: the page for any posterior
+table_report      report_table: the page for a fitted table
+observations      predictions for held-out data, gathered over a loader
+predictions       targets and what was predicted for them, a class for each kind of target
+statistics        the figures, a function for each part of the page
+figures           collect: all figures as one dictionary
+pictures          figures as SVG
+words             figures as sentences
+page              figures, pictures and words as one HTML file, from templates/
 """
 
 from lapwing.reporting.figures import collect

@@ -26,8 +26,8 @@ def collect(
     choices: Sequence[str] = (),
     held_out: bool = False,
 ) -> Figures:
-    """All figures of a report, ready for JSON. `noise` is its level in other units, if it is constant; `held_out` says
-    that the rows are known not to have been used for training."""
+    """All figures of a report, ready for JSON. `noise` is the level of constant noise in the unit of the targets;
+    `held_out` says that the rows are known not to have been used for training."""
     data = observed.data
     if not len(data.targets):
         raise DataError("the loader has no row with a target; expected at least one. Check the dataset.")
@@ -48,7 +48,7 @@ def collect(
     rows = statistics.uncertain(observed)
     if observed.columns is not None:
         rows = [row | {"columns": [number(v) for v in observed.columns[row["row"]].tolist()]} for row in rows]
-    found = statistics.noise(observed)
+    spread = statistics.noise(observed)
     own = [f"Structure: {la.reason}."] if la.reason and not la.choices else []
     return {
         "title": title or f"{type(la.model).__name__} with error bars",
@@ -57,8 +57,8 @@ def collect(
         "counts": isinstance(data, Counts),
         "rows": observed.rows,
         "held_out": held_out,
-        "facts": [*facts, *_facts(la, observed, found, noise)],
-        "noise": found,
+        "facts": [*facts, *_facts(la, observed, spread, noise)],
+        "noise": spread,
         "summary": statistics.summary(data),
         **calibration,
         "coverage": statistics.coverage(data, conformal),
@@ -73,14 +73,14 @@ def collect(
     }
 
 
-def _facts(la: BaseLaplace, observed: Observations, found: Figures | None, noise: float | None) -> list[str]:
+def _facts(la: BaseLaplace, observed: Observations, spread: Figures | None, noise: float | None) -> list[str]:
     facts = [
         f"{observed.rows:,} rows looked at, {la.n_data:,} learnt from",
         f"{type(la.model).__name__} with {sum(p.numel() for p in la.model.parameters()):,} parameters",
         f"{type(la).__name__} over {la.space.size:,} of them",
     ]
-    if found is not None and found["varies"]:
-        low, high = number(found["low"]), number(found["high"])
+    if spread is not None and spread["varies"]:
+        low, high = number(spread["low"]), number(spread["high"])
         facts.append(f"noise varies with the inputs: standard deviation {low} to {high} (middle 90% of rows)")
     elif la.has_noise:
         facts.append(f"noise level {number(float(la.sigma_noise) if noise is None else noise)}")

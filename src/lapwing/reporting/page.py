@@ -36,13 +36,14 @@ class Section:
 def render(figures: Figures) -> str:
     """The whole page."""
     summary = [_summary_row(row) for row in figures["summary"]]
-    return _template().render(
+    return template().render(
         figures=figures, sections=sections(figures), summary=summary, words=words, plain=plain_values
     )
 
 
 @cache
-def _template() -> Any:
+def template() -> Any:
+    """The template of the page, read once."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # only a page needs it
 
     environment = Environment(

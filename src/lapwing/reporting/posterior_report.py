@@ -1,4 +1,4 @@
-"""report(la, loader, path): the page for any posterior, written in one go. Cost: one pass over the loader."""
+"""report(la, loader, path): the page for any posterior. Cost: one pass over the loader."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The figures of a report, from predictions and targets: plain dictionaries of numbers, ready for JSON.
+"""The figures of a report, one function for each part of the page: plain dictionaries of numbers, ready for JSON.
 
-Levels are those of `LEVELS`. "network" is the network as trained (MAP), "laplace" its posterior. A conformal interval
-or set is calibrated on held-out scores: `crossed` takes each half of the data to calibrate the other.
+"network" is the network as trained (MAP), "laplace" its posterior. Intervals and sets are those of the `LEVELS`; the
+conformal ones are calibrated on held-out scores, and in `crossed` each half of the data calibrates the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lapwing.reporting.words import Figures
 from lapwing.tables.conformal import amount_scores, class_scores, quantile
 
 DENSE = 4000
-"""Parameters up to which a full curvature is spelled out in float64."""
+"""Up to so many parameters a full curvature is made dense in float64."""
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
@@ -55,7 +55,7 @@ def _row(measure: str, goal: str | float, values: Sequence[float]) -> Figures:
 
 def reliability(data: Classes, bins: int = 10) -> Figures:
     """Confidence and accuracy in bins of equal width, empty bins left out."""
-    found: Figures = {}
+    by_source: Figures = {}
     for name, p in (("network", data.network), ("laplace", data.probabilities)):
         confidence, chosen = p.max(-1)
         right = (chosen == data.targets).double()
@@ -63,35 +63,30 @@ def reliability(data: Classes, bins: int = 10) -> Figures:
         count = torch.bincount(index, minlength=bins)
         kept = count > 0
         sums = [torch.zeros(bins, dtype=torch.float64).index_add(0, index, v)[kept] for v in (confidence, right)]
-        found[name] = {
+        by_source[name] = {
             "confidence": (sums[0] / count[kept]).tolist(),
             "accuracy": (sums[1] / count[kept]).tolist(),
             "count": count[kept].tolist(),
             "mean_confidence": float(confidence.mean()),
             "ece": metrics.calibration_error(p, data.targets),
         }
-    return found
+    return by_source
 
 
 def transform(data: Numbers | Counts) -> Figures:
     """Histogram of the predicted probability of a value below the observed one (PIT): flat where calibrated."""
     bins = min(20, max(4, len(data.targets) // 15))
-    found: Figures = {"bins": bins}
-    for source in SOURCES:
-        below = data.below(source)
-        found[source] = torch.histc(below, bins, 0, 1).div(len(below)).mul(bins).tolist()
-    return found
+    shares = {s: torch.histc(data.below(s), bins, 0, 1).div(len(data.targets)).mul(bins).tolist() for s in SOURCES}
+    return {"bins": bins, **shares}
 
 
 def coverage(data: Numbers | Counts | Classes, conformal: Figures | None = None, seed: int = 0) -> Figures:
     """Share of targets inside the interval or set of every level, and how wide or large they are."""
     if isinstance(data, Classes):
-        found = {
-            name: _sets(p, data.targets) for name, p in (("network", data.network), ("laplace", data.probabilities))
-        }
+        both = {"network": _sets(data.network, data.targets), "laplace": _sets(data.probabilities, data.targets)}
     else:
-        found = {source: _intervals(data, source) for source in SOURCES}
-    return {"levels": list(LEVELS), **found, "conformal": conformal or crossed(data, seed)}
+        both = {source: _intervals(data, source) for source in SOURCES}
+    return {"levels": list(LEVELS), **both, "conformal": conformal or crossed(data, seed)}
 
 
 def _intervals(data: Numbers | Counts, source: Source) -> Figures:
@@ -104,7 +99,7 @@ def _covered(data: Numbers | Counts, source: Source, level: float) -> float:
 
 
 def _sets(p: Float[Tensor, "n classes"], targets: Tensor) -> Figures:
-    """The fewest classes whose probabilities reach the level."""
+    """Coverage and size of the sets of fewest classes whose probabilities reach the level."""
     totals = p.sort(-1, descending=True).values.cumsum(-1)
     size = [float(((totals < level).sum(-1) + 1).clamp_max(p.shape[-1]).double().mean()) for level in LEVELS]
     return {"covered": [_covered_sets(p, targets, level) for level in LEVELS], "width": size}
@@ -155,22 +150,22 @@ def errors(data: Numbers | Counts | Classes, points: int = 1500, seed: int = 0) 
     predicted = data.uncertainty if isinstance(data, Classes) else data.deviation
     order = predicted.argsort()
     groups = [g for g in order.tensor_split(min(10, max(2, len(order) // 12))) if len(g)]
-    found: Figures = {"predicted": [float(predicted[g].mean()) for g in groups], "count": [len(g) for g in groups]}
+    bins: Figures = {"predicted": [float(predicted[g].mean()) for g in groups], "count": [len(g) for g in groups]}
     if isinstance(data, Classes):
         wrong = (data.probabilities.argmax(-1) != data.targets).double()
-        found["error"] = [float(wrong[g].mean()) for g in groups]
+        bins["error"] = [float(wrong[g].mean()) for g in groups]
         kept = torch.arange(1, len(order) + 1)
         risk = wrong[order].cumsum(0) / kept
         at = torch.linspace(0, len(order) - 1, min(100, len(order))).long()
-        return found | {"kept": ((at + 1) / len(order)).tolist(), "risk": risk[at].tolist()}
+        return bins | {"kept": ((at + 1) / len(order)).tolist(), "risk": risk[at].tolist()}
     error = (data.targets - data.mean).abs()
     chosen = torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))[:points]
-    found["error"] = [float(error[g].square().mean().sqrt()) for g in groups]
-    return found | {"points": {"predicted": predicted[chosen].tolist(), "error": error[chosen].tolist()}}
+    bins["error"] = [float(error[g].square().mean().sqrt()) for g in groups]
+    return bins | {"points": {"predicted": predicted[chosen].tolist(), "error": error[chosen].tolist()}}
 
 
 def noise(observed: Observations) -> Figures | None:
-    """Of numbers: whether it differs between rows, its deviation in their middle 90 %, its share of the variance."""
+    """The noise of numbers: whether it varies, the middle 90 % of its deviations, its share of the variance."""
     data = observed.data
     if not isinstance(data, Numbers):
         return None
@@ -182,7 +177,7 @@ def noise(observed: Observations) -> Figures | None:
 
 
 def _quantile(values: Float[Tensor, " n"], level: float) -> float:
-    """Between the two values next to it; torch.quantile takes no more than 2^24 numbers."""
+    """Interpolated linearly, as by torch.quantile, which takes no more than 2^24 numbers."""
     at = level * (len(values) - 1)
     low, high = values.kthvalue(int(at) + 1).values, values.kthvalue(ceil(at) + 1).values
     return float(torch.lerp(low, high, at - int(at)))
@@ -199,7 +194,7 @@ def unfamiliar(observed: Observations, bins: int = 30) -> Figures | None:
         largest = log(observed.data.probabilities.shape[-1])
     edges = torch.linspace(0, largest or 1.0, bins + 1, dtype=torch.float64)
     shares = [torch.histc(v, bins, 0, largest or 1.0).div(len(v)).tolist() for v in (inside, outside)]
-    found: Figures = {
+    figures: Figures = {
         "edges": edges.tolist(),
         "inside": shares[0],
         "outside": shares[1],
@@ -210,11 +205,11 @@ def unfamiliar(observed: Observations, bins: int = 30) -> Figures | None:
         "count": len(outside),
     }
     if observed.outside_network is not None and isinstance(observed.data, Classes):
-        found["auroc_network"] = metrics.auroc(metrics.entropy(observed.data.network), observed.outside_network)
-        found["mean_outside_network"] = float(observed.outside_network.mean())
+        figures["auroc_network"] = metrics.auroc(metrics.entropy(observed.data.network), observed.outside_network)
+        figures["mean_outside_network"] = float(observed.outside_network.mean())
     if observed.outside_epistemic is not None:
-        found["auroc_epistemic"] = metrics.auroc(observed.data.epistemic, observed.outside_epistemic)
-    return found
+        figures["auroc_epistemic"] = metrics.auroc(observed.data.epistemic, observed.outside_epistemic)
+    return figures
 
 
 def evidence(la: BaseLaplace, decades: float = 4.0, count: int = 49) -> Figures | None:
@@ -246,14 +241,14 @@ def _evidences(la: BaseLaplace, factors: Float[Tensor, " k"]) -> list[float]:
     """
     prior, hyper = la.prior, (la.sigma_noise, la.temperature)
     if la.structure != "full" or la.space.size > DENSE:
-        found = []
+        values = []
         for factor in factors.tolist():
             try:
                 value = la.evidence.log_marginal(prior.with_precisions(prior.precisions * factor), *hyper)
             except CurvatureError:  # rounding, where the prior is next to nothing
                 value = float("nan")
-            found.append(float(value))
-        return found
+            values.append(float(value))
+        return values
     root = prior.precision().expand(la.space.size).double().rsqrt()
     scale = float(la.sigma_noise) ** la.evidence.noise_power * float(la.temperature)
     matrix = root.unsqueeze(1) * la.fitted.curvature.dense().double() * root / scale
@@ -291,7 +286,7 @@ def uncertain(observed: Observations, count: int = 10) -> list[Figures]:
     if not isinstance(data, Classes):
         weights, noise = data.parts
         spread = {"mean": data.mean, "epistemic": weights, "noise": noise, "deviation": data.deviation}
-    found = []
+    rows = []
     for i in predicted.topk(min(count, len(predicted))).indices.tolist():
         row: Figures = {"row": int(observed.row[i])}
         if isinstance(data, Classes):
@@ -306,5 +301,5 @@ def uncertain(observed: Observations, count: int = 10) -> list[Figures]:
         else:
             row["target"] = float(data.targets[i])
             row |= {name: float(values[i]) for name, values in spread.items()}
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows

@@ -1,14 +1,14 @@
-"""The report of a fitted table: as for any posterior, in the table's own unit, with its own conformal calibration.
+"""report_table: the page for a fitted table, in the unit of its target and with its own conformal calibration.
 
-Rows that the fit trained on say little about new ones. Where the table is the one that was fitted, its split is made
-again from its seed, and only the rows held out to test are looked at; that they are the same is proved by their inputs,
-to the bit, and by their score.
+Rows that the fit trained on say little about new ones. If the table is the one that was fitted, the split is made again
+from its seed, and only the rows held out to test are used; a hash of their inputs and their score prove that they are
+the same.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from lapwing.tables.targets import TEST, present, split
 
 Tell = Callable[[str, float], object]
 ROWS = 100_000
-"""A report looks at no more rows than this: the first ones."""
+"""A report uses at most this many rows, the first ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +57,8 @@ def report_table(
     title: str | None = None,
     progress: Tell | None = None,
 ) -> Figures:
-    """Writes the page for a fitted table and rows that have the target; returns its figures,
-    and as `looked_at` the numbers of the rows.
-
-    `out_of_distribution` is a table of unfamiliar rows.
-    """
+    """Writes the page for a fitted table and rows with known targets. Returns its figures, and in `looked_at` which
+    rows they are about. `out_of_distribution` is a table of unfamiliar rows."""
     check_early(path)
     tell = progress or (lambda stage, share: None)
     tell("reading the table", 0.0)
@@ -94,7 +91,7 @@ def report_table(
         held_out=held.is_test,
     )
     if other is not None:
-        figures["unfamiliar"]["flagged"] = [float(bundle.flags(each).double().mean()) for each in (raw, other)]
+        figures["unfamiliar"]["flagged"] = [float(bundle.flags(rows).double().mean()) for rows in (raw, other)]
     figures |= {"threshold": bundle.ood.threshold, "fit": bundle.summary.to_dict(), "rows_are_test": held.is_test}
     figures["columns"] = [str(name) for name in held.shown.columns]
     for row in figures["uncertain"]:
@@ -108,7 +105,7 @@ def report_table(
 
 
 def _observed(bundle: Bundle, held: Held, raw: Raw, outside: Raw | None, made: bool) -> Observations:
-    """The predictions of the bundle, in the target's unit, as a report has them."""
+    """The predictions of the bundle, in the target's unit."""
     known = bundle.familiarity(raw)
     uncertainty = network = deviation = None if outside is None else bundle.familiarity(outside)
     if bundle.task == "regression":
@@ -121,30 +118,28 @@ def _observed(bundle: Bundle, held: Held, raw: Raw, outside: Raw | None, made: b
 
 
 def _disturbed(x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "made inputs"] | None:
-    """Unfamiliar rows, made of some of the table's of which all is known; None where there are not two of them."""
+    """Unfamiliar rows, made from rows without unknown values; None if there are fewer than two such rows."""
     some = x[~x.isnan().any(1)][:OUTSIDE_ROWS]
     return disturbed(some, torch.Generator().manual_seed(0)) if len(some) > 1 else None
 
 
 def _held(bundle: Bundle, table: Table, wanted: Int[np.ndarray, " test"] | None) -> Held:
     """Rows that have a target, at most `ROWS`: those that are wanted, or all."""
-    xs, ys, shown, count = [], [], [], 0
+    xs, ys, shown, count, taken, complete = [], [], [], 0, 0, True
     names = [column.name for column in bundle.encoder.used[:SHOWN_COLUMNS]]
-    complete, found = True, 0
     for frame, x in bundle.encoded(table, target=True):
         values = bundle.target.encode(frame[bundle.target.name])
         rows = np.arange(count, count + len(frame))
         kept = np.flatnonzero(present(values) & (True if wanted is None else np.isin(rows, wanted)))
-        room = ROWS - found
-        if len(kept) > room:
-            kept, complete = kept[:room], False
+        if len(kept) > ROWS - taken:
+            kept, complete = kept[: ROWS - taken], False
         xs.append(x[torch.from_numpy(kept)])
         ys.append(torch.from_numpy(values[kept]))
         shown.append((rows[kept], frame.iloc[kept][names]))
-        count, found = count + len(frame), found + len(kept)
+        count, taken = count + len(frame), taken + len(kept)
         if not complete:
             break
-    if not found:
+    if not taken:
         raise DataError(
             f"no row of {table.name} has a known value of {bundle.target.name!r}; expected some, as a report compares "
             "predictions with what is true."
@@ -155,7 +150,7 @@ def _held(bundle: Bundle, table: Table, wanted: Int[np.ndarray, " test"] | None)
 
 
 def test_rows(bundle: Bundle, table: Table) -> Int[np.ndarray, " test"] | None:
-    """The rows that the fit held out to test, if this is its table; None where the counts differ."""
+    """The rows that the fit held out to test, if this may be its table; None if the numbers of rows differ."""
     used = bundle.summary.rows_used
     name = bundle.target.name
     text = [name] if bundle.target.as_written else []
@@ -173,23 +168,23 @@ def test_rows(bundle: Bundle, table: Table) -> Int[np.ndarray, " test"] | None:
 
 
 def _same_rows(bundle: Bundle, held: Held) -> bool:
-    """The score alone would not do: where rows are alike, or all easy, others have the same."""
+    """Whether these are the rows that the fit tested on. The score alone would not tell: similar rows have the same."""
     if sha256(held.x) != bundle.tested:
         return False
-    found, stored = score(bundle, held.x, held.y)[1].nll, bundle.summary.rows[1].nll
-    return abs(found - stored) <= 1e-5 * (1 + abs(stored))
+    now, stored = score(bundle, held.x, held.y)[1].nll, bundle.summary.rows[1].nll
+    return abs(now - stored) <= 1e-5 * (1 + abs(stored))
 
 
 def _inputs(bundle: Bundle, table: Table) -> Float[Tensor, "rows inputs"]:
-    found, count = [], 0
+    parts, count = [], 0
     for _, x in bundle.encoded(table):
-        found.append(x[: ROWS - count])
+        parts.append(x[: ROWS - count])
         count += len(x)
         if count >= ROWS:
             break
     if not count:
         raise DataError(f"{table.name} has no rows; expected at least one unfamiliar row.")
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
 def _conformal(bundle: Bundle, observed: Observations) -> Figures:
@@ -232,6 +227,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, (float, np.floating)):
         return "missing" if np.isnan(value) else number(float(value))
     return "missing" if value is None or value is pd.NA else str(value)
-
-
-__all__: Sequence[str] = ["report_table", "test_rows"]

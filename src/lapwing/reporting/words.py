@@ -1,4 +1,4 @@
-"""Plain language beside the pictures: what each shows, and what it says here. Plain text, escaped by the page."""
+"""The sentences beside the pictures: what each shows, and what it says here. Plain text, which the page escapes."""
 
 from __future__ import annotations
 

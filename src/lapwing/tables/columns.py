@@ -1,10 +1,10 @@
-"""What the columns of a table hold: numbers, truth values, dates, categories, or something that is left out.
+"""What the columns of a table hold: numbers, booleans, dates, categories, or something that is left out.
 
     kinds = infer(table.chunks())        # {name: Kind}: one pass; memory O(columns x DISTINCT)
 
-A column is a number where nine tenths of what it holds can be read as one; what cannot counts as missing, with a note.
-Marks of thousands (1,234.5; 1 234.5; 1'234.5) are no hindrance, and are noted.
-Words that repeat are categories; words of which most are different (names, remarks) are text, and left out.
+A column holds numbers if nine tenths of its values can be read as such; the others count as missing, with a note.
+Numbers may have thousands separators (1,234.5; 1 234.5; 1'234.5), also with a note.
+Words that repeat are categories; where most words are different (names, remarks) the column is text, and left out.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 from lapwing.tables.reading import MISSING, Frame, Series, pd
 
 DISTINCT = 1_000
-"""More different words than this are text, whatever the number of rows."""
+"""A column with more different words than this is text, however many rows there are."""
 NUMBERS = 0.9
 LARGEST = 1e100
-"""Numbers beyond this are taken for a defect of the data: their squares would overflow."""
+"""Larger numbers are taken for mistakes in the data; their squares might overflow."""
 TRUTH = ({"true": 1.0, "false": 0.0}, {"yes": 1.0, "no": 0.0}, {"y": 1.0, "n": 0.0}, {"t": 1.0, "f": 0.0})
 TIMES = ("", " %H:%M", " %H:%M:%S")
 FORMATS = ("ISO8601", *(day + time for day in ("%Y/%m/%d", "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y") for time in TIMES))
@@ -60,7 +60,7 @@ def infer(chunks: Iterable[Frame]) -> dict[str, Kind]:
 
 
 def as_text(column: Series) -> Series:
-    """Values as words, missing ones as None: 1.0 and "1.0" and 1 are all "1", blanks around words do not count."""
+    """Values as words, without blanks around them, missing ones as None; 1.0, "1.0" and 1 are all "1"."""
     if pd.api.types.infer_dtype(column, skipna=True) == "string":  # each different word is looked at once
         codes, different = pd.factorize(column)
         words = np.array([*map(_word, different), None], dtype=object)[codes]  # the last one, at -1, is missing
@@ -81,7 +81,7 @@ def _word(value: Any) -> str | None:
 
 
 def as_numbers(column: Series) -> np.ndarray:
-    """Values as float64; what is no number, not finite or beyond LARGEST is NaN."""
+    """Values as float64, NaN for what is not a number, not finite or beyond LARGEST."""
     if column.dtype.kind == "m":
         values = column.dt.total_seconds().to_numpy(dtype=np.float64, na_value=np.nan)
     elif pd.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind != "c":
@@ -92,7 +92,7 @@ def as_numbers(column: Series) -> np.ndarray:
 
 
 def read_numbers(words: Series) -> np.ndarray:
-    """Words as float64, also with marks of thousands; NaN where one is no number."""
+    """Words as float64, also with thousands separators; NaN for what is not a number."""
     values = pd.to_numeric(words, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan, copy=True)
     for place in np.flatnonzero(np.isnan(values) & words.notna().to_numpy()):
         word = words.iloc[place]
@@ -102,13 +102,13 @@ def read_numbers(words: Series) -> np.ndarray:
 
 
 def as_truth(column: Series) -> np.ndarray:
-    """1 and 0 for true and false in any of the spellings, NaN for everything else."""
+    """1 for true, 0 for false, in any of the spellings; NaN for everything else."""
     spelling = {word: value for pair in TRUTH for word, value in pair.items()} | {"1": 1.0, "0": 0.0}
     return as_text(column).str.casefold().map(spelling).to_numpy(dtype=np.float64, na_value=np.nan)
 
 
 def as_days(column: Series, form: str) -> np.ndarray:
-    """Days since 1970 as float64, NaN for what is no date of that form."""
+    """Days since 1970 as float64, NaN for what is not a date in that format."""
     if column.dtype.kind == "M" or isinstance(column.dtype, pd.DatetimeTZDtype):
         return _days(column if column.dt.tz is not None else column.dt.tz_localize("UTC"))
     codes, different = pd.factorize(as_text(column))
@@ -124,7 +124,7 @@ def _days(dates: Series) -> np.ndarray:
 
 
 def date_in(form: str) -> str:
-    """The last day of 2020 as a column of that form has it."""
+    """31 December 2020 in that format, as an example."""
     return pd.Timestamp(2020, 12, 31, 23, 59).strftime("%Y-%m-%d" if form in ("", "ISO8601") else form)
 
 
@@ -137,7 +137,7 @@ def _dates(words: Series, form: str) -> Series:
 
 @dataclass(eq=False)
 class Tally:
-    """What is known of a column after some of its rows."""
+    """What has been seen of a column so far."""
 
     name: str
     rows: int = 0
@@ -154,7 +154,7 @@ class Tally:
     formats: list[str] = field(default_factory=lambda: list(FORMATS))
     odd: str = ""
     marked: str = ""
-    """A number with marks of thousands."""
+    """An example of a number with thousands separators."""
 
     def see(self, column: Series) -> None:
         present = column.notna()

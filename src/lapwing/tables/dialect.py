@@ -1,6 +1,6 @@
-"""How a CSV file is written: encoding, separator, decimal comma, and lines above the names, found out from its text.
+"""How a CSV file is written: encoding, separator, decimal comma, and lines above the names, detected from its text.
 
-Cost: one pass over the bytes for the encoding; the rest looks at a sample of the first rows.
+Cost: one pass over the bytes for the encoding; the rest looks at the first rows only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lapwing.errors import DataError
 
 SEPARATORS = ",;\t|"
 LONGEST = 1 << 26
-"""Bytes without the end of a line that are read: a small compressed file may hold a cell of gigabytes."""
+"""Longest line that is read, in bytes: a small compressed file may hold a cell of gigabytes."""
 GROUPED = r"[1-9]\d{0,2}(?:[. '\u00a0\u202f]\d{3})+"
-"""Whole numbers with marks of thousands, where the comma is the decimal one."""
+"""Whole numbers with thousands separators, where the comma is the decimal one."""
 
 
 def unclosed(name: str, where: str = "") -> DataError:
@@ -69,7 +69,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def fields(text: str, separator: str) -> Iterator[list[str]]:
-    """Rows of the text that are not blank, as far as cells are shorter than the 131,072 letters that `csv` takes."""
+    """Rows that are not blank, up to the first cell of more than the 131,072 letters that `csv` takes."""
     try:
         yield from (row for row in csv.reader(lines_of(text), delimiter=separator) if any(row))
     except csv.Error:
@@ -77,7 +77,7 @@ def fields(text: str, separator: str) -> Iterator[list[str]]:
 
 
 def above_the_names(text: str) -> tuple[int, str | None]:
-    """How many lines come before the names, blank but for separators; and what a first line such as `sep=;` says."""
+    """How many lines come before the names, blank but for separators; and the separator of a first line `sep=;`."""
     lines = lines_of(text)
     said = re.fullmatch(rf'"?sep=([{SEPARATORS}])"?\s*', lines[0], re.IGNORECASE) if lines else None
     count = 1 if said else 0
@@ -87,7 +87,7 @@ def above_the_names(text: str) -> tuple[int, str | None]:
 
 
 def trailing(first: Sequence[str], width: int) -> bool:
-    """Whether rows have one empty field more than there are names; an error where it is not empty."""
+    """Whether rows have more fields than there are names, all of them empty; an error where one is not."""
     if len(first) > width and any(cell.strip() for cell in first[width:]):
         raise DataError(
             f"the first row has {len(first)} fields, and there are {width} column names; expected as many. Text that "
@@ -97,7 +97,7 @@ def trailing(first: Sequence[str], width: int) -> bool:
 
 
 def separator_of(text: str, whole: bool) -> str:
-    """The separator that cuts the first rows into the same number of fields, the more the better."""
+    """The separator that cuts the first rows into equally many fields, and into as many as possible."""
     lines = lines_of(text)[:200]
     best, most = ",", 1.0
     for candidate in SEPARATORS:
@@ -113,21 +113,22 @@ def separator_of(text: str, whole: bool) -> str:
 
 
 def decimal_comma(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether cells are written 1,5 or 1.234,5, and none 1.5 or 1,234,567; dates such as 31.12.2020 say nothing."""
-    found = False
+    """Whether some cells are written 1,5 or 1.234,5, and none 1.5 or 1,234,567; dates (31.12.2020) do not count."""
+    comma = False
     for cell in (cell.strip() for row in rows for cell in row):
-        found = found or bool(re.fullmatch(rf"[-+]?(\d+|{GROUPED}),\d+([eE][-+]?\d+)?", cell))
+        comma = comma or bool(re.fullmatch(rf"[-+]?(\d+|{GROUPED}),\d+([eE][-+]?\d+)?", cell))
         point = re.fullmatch(r"[-+]?(\d*\.\d+([eE][-+]?\d+)?|\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,})", cell)
         if point and not re.fullmatch(rf"[-+]?{GROUPED}", cell):
             return False
-    return found
+    return comma
 
 
 def with_point(value: Any) -> Any:
-    found = re.fullmatch(rf"\s*([-+]?(?:\d+|{GROUPED}))(?:,(\d+))?\s*", value) if isinstance(value, str) else None
-    if not found:
+    """A number with a decimal comma, as text, with a point and without thousands separators; else the value itself."""
+    match = re.fullmatch(rf"\s*([-+]?(?:\d+|{GROUPED}))(?:,(\d+))?\s*", value) if isinstance(value, str) else None
+    if not match:
         return value
-    whole, part = re.sub(r"[^-+\d]", "", found[1]), found[2]
+    whole, part = re.sub(r"[^-+\d]", "", match[1]), match[2]
     return whole if part is None else f"{whole}.{part}"
 
 

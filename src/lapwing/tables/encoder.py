@@ -1,20 +1,21 @@
 """A table as numbers for a network: an encoder learned in one streaming pass, applied to any table of the same kind.
 
-    number, boolean   (value - mean) / deviation; the mean where it is missing, with an indicator 0/1 of that
+    number, boolean   (value - mean) / deviation; a missing one is the mean, with an indicator 0/1 that it is missing
     date              days since 1970 and the place in the year (sine, cosine), each as a number
-    category          0/1 for each of the frequent levels and for "other", which new and rare levels are
+    category          0/1 for each of the frequent levels, and for "other": rare levels and new ones
 
     encoder = learn(table, kinds, leave_out=[target], rows=training)   # one pass; O(columns) + O(levels) memory
     x = encoder(frame)                                                 # [rows, inputs] float32
     encoder.versions(x[:1])                                            # [1, versions, inputs], nothing unknown
     encoder.strange(x)                                                 # [rows] bool
 
-A value is unknown where training has shown no case of it: missing, in a column that was complete, or not to be read
-(a word among numbers, an infinite number), where all could be. Its inputs are NaN, and no number takes their place:
-`versions` has the row with the values of `EXAMPLES` training rows instead, each of which it might have had.
+A value is unknown if it is missing in a column that was complete in training, or cannot be read (a word among numbers,
+an infinite number) in one where all values could be. Its inputs are NaN. `versions` gives the row once for each of
+`EXAMPLES` training rows, with the unknown values taken from that row.
 
-An encoder is frozen and JSON-able: `Encoder.from_dict(json.loads(json.dumps(encoder.to_dict())))`. A million rows of
-twenty numbers take a few seconds; nothing that grows with the number of rows is kept.
+An encoder is frozen and goes through JSON: `Encoder.from_dict(json.loads(json.dumps(encoder.to_dict())))`. A million
+rows of twenty numbers take a few seconds; nothing that grows with the number of rows is kept.
+docs/decisions/0012-tables-encoder.md compares it with those of scikit-learn and skrub.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from lapwing.tables.plain_values import typed
 from lapwing.tables.reading import Frame, Series, Table, pd
 
 LEVELS = 30
-"""Levels of a category that have an input of their own; the most frequent ones, of at least two rows each."""
+"""How many levels of a category have an input of their own: the most frequent ones, of at least two rows each."""
 INPUTS = 1_000
-"""Categories get fewer levels where there would be more inputs than this; twice as many are refused."""
+"""With more inputs than this, categories get fewer levels; twice as many are refused."""
 FARTHEST = 1e4
-"""Standardised numbers are held within this: as far as anything can be from the data, without overflow in float32."""
+"""Standardised numbers are clipped to this, so that nothing overflows in float32."""
 EXAMPLES = 32
-"""Training rows that are kept, at most, to say what an unknown value might be."""
+"""How many training rows are kept, at most, to stand in for unknown values."""
 OTHER, ABSENT = "other", "missing"
 YEAR = 365.2425
 
 
 @dataclass(frozen=True)
 class Column:
-    """How one column becomes inputs. A left out column has kind "left out" and says why in `note`."""
+    """How one column becomes inputs. Where `kind` is "left out", it does not, and `note` says why."""
 
     name: str
     kind: str
@@ -56,14 +57,14 @@ class Column:
     format: str = ""
     means: tuple[float, ...] = ()
     deviations: tuple[float, ...] = ()
-    """One per number that the column gives; 0 marks a constant one, which is no input."""
+    """One for each number that the column gives; 0 where it is constant, and therefore not an input."""
     levels: tuple[str, ...] = ()
     indicator: bool = False
-    """Whether there is an input that says that the value is missing."""
+    """Whether an input says that the value is missing."""
     rare: tuple[str, ...] = ()
-    """Levels that were seen in training but are too rare for an input of their own."""
+    """Levels of training that are too rare for an input of their own."""
     unread: bool = False
-    """Whether training had values that cannot be read, which it took as missing."""
+    """Whether training had values that could not be read, and were taken as missing."""
 
     @property
     def inputs(self) -> list[str]:
@@ -74,14 +75,10 @@ class Column:
         kept = [self.name + part for part, scale in zip(parts, self.deviations, strict=False) if scale > 0]
         return kept + [f"{self.name} is missing"] * (self.indicator and self.kind != "left out")
 
-    def values(self, column: Series) -> Float[np.ndarray, "rows numbers"]:
-        """The numbers that a column gives before they are standardised, NaN where missing."""
-        return _values(self.kind, self.format, column)
-
     def encode(self, column: Series, notes: Notes) -> Float[np.ndarray, "rows inputs"]:
         if self.kind == "category":
             return self._encode_levels(as_text(column), notes)
-        raw = self.values(column)
+        raw = _values(self.kind, self.format, column)
         missing = np.isnan(raw[:, 0])
         unread = missing & ~_blank(column)
         unknown = missing if not self.indicator else unread & (not self.unread)
@@ -123,7 +120,7 @@ class Column:
 
 @dataclass(eq=False)
 class Notes:
-    """Remarks on a table, with how many rows they concern added up over its chunks; the first wording is kept."""
+    """Remarks on a table, and for each how many rows it concerns, over all chunks; the first wording is kept."""
 
     counts: Counter[str] = field(default_factory=Counter)
     said: dict[str, None] = field(default_factory=dict)
@@ -183,14 +180,14 @@ class Encoder:
         return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.float32))
 
     def versions(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows versions inputs"]:
-        """Each row with its unknown inputs as they are in each of the examples: all of one example at a time."""
+        """Each row once for every example, with its unknown inputs taken from that example."""
         examples = torch.tensor(self.examples, dtype=x.dtype)
         return torch.where(x.isnan().unsqueeze(1), examples, x.unsqueeze(1))
 
     def strange(self, x: Float[Tensor, "rows inputs"]) -> Bool[Tensor, " rows"]:
-        """Rows with a value that is unknown, extremely far from those in training, or of a level where all were known.
+        """Rows with a value that is unknown, extremely far from training, or of a new level where none was rare.
 
-        A network need not notice: its units are saturated far out, and a value that is unknown is not seen by it.
+        The network may not notice: its units saturate far out, and it never sees that a value is unknown.
         """
         never = [column.kind == "category" and not column.rare for column in self.used]
         unseen = [
@@ -207,11 +204,11 @@ class Encoder:
     @staticmethod
     def from_dict(stored: Mapping[str, Any]) -> Encoder:
         columns = tuple(typed(Column, fields) for fields in stored["columns"])
-        found = Encoder(columns)
+        inputs = len(Encoder(columns).inputs)
         # older files have no examples: an unknown value is the mean there, as it was when they were written
-        rows = stored["examples"] if "examples" in stored else [[0.0] * len(found.inputs)]
-        if {len(row) for row in rows} != {len(found.inputs)}:
-            raise DataError(f"examples of training rows are missing, or not of {len(found.inputs)} inputs each.")
+        rows = stored["examples"] if "examples" in stored else [[0.0] * inputs]
+        if {len(row) for row in rows} != {inputs}:
+            raise DataError(f"examples of training rows are missing, or not of {inputs} inputs each.")
         return Encoder(columns, tuple(tuple(map(float, row)) for row in rows))
 
 
@@ -220,10 +217,10 @@ class Encoder:
 
 @dataclass(eq=False)
 class Moments:
-    """Count, mean and sum of squared differences from the mean of each number, merged chunk by chunk (Chan).
+    """Count, mean and sum of squared deviations of each number, merged chunk by chunk (Chan).
 
-    All are of differences from the first value that is present: those of nearby numbers are exact, however large the
-    numbers are, and those of equal ones are zero.
+    They are those of the differences from the first value present, which are exact for nearby numbers, however large,
+    and zero for equal ones.
     """
 
     count: np.ndarray
@@ -240,13 +237,13 @@ class Moments:
         return np.where(self.count > 0, self.first, 0.0) + self.shift
 
     def add(self, values: Float[np.ndarray, "rows numbers"]) -> None:
-        """More rows; NaN counts for nothing."""
+        """Adds rows; NaN is skipped."""
         present = ~np.isnan(values)
         count = present.sum(0)
         if not count.any():
             return
-        found = values[present.argmax(0), np.arange(values.shape[1])]
-        self.first = np.where(np.isnan(self.first), found, self.first)
+        first = values[present.argmax(0), np.arange(values.shape[1])]
+        self.first = np.where(np.isnan(self.first), first, self.first)
         moved = np.where(present, values - self.first, 0.0)
         mean = moved.sum(0) / np.maximum(count, 1)
         squares = (np.where(present, moved - mean, 0.0) ** 2).sum(0)
@@ -258,7 +255,7 @@ class Moments:
         self.count = total
 
     def deviation(self) -> np.ndarray:
-        """Standard deviations; exactly 0 where the values differ by rounding only."""
+        """Standard deviations; exactly 0 where values differ only by rounding."""
         deviation = np.sqrt(self.squares / np.maximum(self.count, 1))
         return np.where(deviation > 2 * np.finfo(np.float64).eps * np.abs(self.mean), deviation, 0.0)
 
@@ -344,23 +341,22 @@ def learn(
             learner.see(frame[name])
     categories = sum(learner.kind.name == "category" for learner in learners.values())
     most = max(2, min(LEVELS, (INPUTS - len(learners)) // max(1, categories)))
-    found = tuple(columns[name] or learners[name].column(most) for name in columns)
-    encoder = Encoder(found)
+    encoder = Encoder(tuple(columns[name] or learners[name].column(most) for name in columns))
     if len(encoder.inputs) > 2 * INPUTS:
         raise DataError(
             f"{table.name} gives {len(encoder.inputs):,} inputs from {len(encoder.used):,} columns; expected at most "
             f"{2 * INPUTS:,}. Leave out columns that say little about the target."
         )
     if not encoder.used:
-        reasons = " ".join(column.note for column in found[:8])
+        reasons = " ".join(column.note for column in encoder.columns[:8])
         raise DataError(f"{table.name} has no column to learn from besides the target. {reasons}".strip())
     return replace(encoder, examples=tuple(map(tuple, encoder(kept.frame()).tolist())))
 
 
 @dataclass(eq=False)
 class _Drawn:
-    """Some rows of a table that is seen chunk by chunk, each with the same chance, whatever the chunks: a random number
-    for every row, and those with the smallest are kept."""
+    """A random sample of the rows of a table that is seen chunk by chunk, the same however it is cut into chunks: every
+    row gets a random number, and those with the smallest are kept."""
 
     most: int
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -394,12 +390,13 @@ def chosen_rows(chunks: Iterable[Frame], rows: np.ndarray | None) -> Iterable[Fr
 
 
 def _blank(column: Series) -> np.ndarray:
-    """Cells that say that there is no value, unlike those that hold something else than they should."""
+    """Which cells are empty or hold a mark such as NA; not those with a value that cannot be read."""
     words = column if pd.api.types.is_numeric_dtype(column.dtype) else as_text(column)
     return words.isna().to_numpy()
 
 
-def _values(kind: str, form: str, column: Series) -> np.ndarray:
+def _values(kind: str, form: str, column: Series) -> Float[np.ndarray, "rows numbers"]:
+    """The numbers that a column gives before they are standardised, NaN where missing."""
     if kind == "number":
         return as_numbers(column)[:, None]
     if kind == "boolean":

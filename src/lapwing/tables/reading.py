@@ -4,8 +4,8 @@
     table.columns                               # names, in order
     for frame in table.chunks(["price"]): ...   # pandas frames of at most `size` rows
 
-Separator (comma, semicolon, tab, bar), decimal comma, encoding and compression (gzip) of a CSV file are found out. A
-chunk holds about `CELLS` cells, whatever the width of the table; memory is that of one chunk.
+The separator (comma, semicolon, tab, bar), decimal comma, encoding and compression (gzip) of a CSV file are detected. A
+chunk holds about `CELLS` cells, however wide the table is; memory use is that of one chunk.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -50,7 +51,7 @@ else:
 
 CELLS = 1_000_000
 MISSING = ("?", "-", "--", "#DIV/0!", "#REF!", "#VALUE!", "#NAME?")
-"""Marks of a missing value besides those that pandas knows (empty, NA, N/A, null, NaN, None, ...)."""
+"""What stands for a missing value, besides what pandas takes for one (empty, NA, N/A, null, NaN, None, ...)."""
 Chunks = Callable[[Sequence[str], Collection[str], int], Iterator[Frame]]
 
 
@@ -82,7 +83,7 @@ class Table:
         return self.read(chosen, text, size)
 
     def pointed(self, frame: Frame) -> Frame:
-        """Decimal commas as points, and no marks of thousands, in the columns that the parser left as text."""
+        """Decimal commas as points, without thousands separators, in the columns that the parser left as text."""
         if not self.commas:
             return frame
         words = [name for name in frame.columns if not pd.api.types.is_numeric_dtype(frame[name].dtype)]
@@ -173,10 +174,8 @@ def _from_parquet(path: Path) -> Table:
         start = 0
         with opened() as file:
             for batch in file.iter_batches(batch_size=size, columns=[original[name] for name in columns]):
-                frame = pyarrow.Table.from_batches([batch]).to_pandas(ignore_metadata=True)[
-                    [original[name] for name in columns]
-                ]
-                frame = frame.set_axis(list(columns), axis=1)
+                frame = pyarrow.Table.from_batches([batch]).to_pandas(ignore_metadata=True)
+                frame = frame[[original[name] for name in columns]].set_axis(list(columns), axis=1)
                 yield frame.set_axis(pd.RangeIndex(start, start + len(frame)), axis=0)
                 start += len(frame)
 
@@ -253,32 +252,26 @@ def _from_csv(path: Path, *, gzipped: bool) -> Table:
     return Table(path.name, names, read, tuple(notes), decimal == ",")
 
 
-class _explained:
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
     """Errors of the CSV parser in words that name the line and the remedy."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        self.filters = warnings.catch_warnings()
-        self.filters.__enter__()
-        warnings.simplefilter("error", pd.errors.ParserWarning)
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.filters.__exit__(kind, error, trace)
-        if isinstance(error, (pd.errors.ParserError, pd.errors.ParserWarning)):
-            found = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
-            opened = re.search(r"EOF inside string starting at row (\d+)", str(error))
-            if opened:
-                raise unclosed(self.name, f" in about line {int(opened[1]) + 1}") from error
-            if found:
-                expected, line, saw = found.groups()
-                reason = f"line {line} has {saw} fields; expected {expected}, as many as there are column names"
-            else:
-                reason = f"a row has more fields than there are column names ({str(error).strip()})"
-            raise DataError(
-                f"{self.name} cannot be read: {reason}. Text that holds the separator must stand in double quotes."
-            ) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            yield
+    except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
+        too_many = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
+        opened = re.search(r"EOF inside string starting at row (\d+)", str(error))
+        if opened:
+            raise unclosed(name, f" in about line {int(opened[1]) + 1}") from error
+        if too_many:
+            expected, line, saw = too_many.groups()
+            reason = f"line {line} has {saw} fields; expected {expected}, as many as there are column names"
+        else:
+            reason = f"a row has more fields than there are column names ({str(error).strip()})"
+        raise DataError(
+            f"{name} cannot be read: {reason}. Text that holds the separator must stand in double quotes."
+        ) from error
 
 
 def _names(raw: Sequence[str], where: str) -> tuple[str, ...]:
