@@ -208,7 +208,7 @@ class Linearisation:
     def batch(self) -> int:
         return self.output.shape[0]
 
-    @cached_property
+    @property
     def outputs(self) -> int:
         """C, all outputs of one data point."""
         return self.output.shape[1:].numel()
