@@ -270,6 +270,8 @@ class Piece(ABC):
 
     def with_cotangents(self, others: Sequence[Piece]) -> Piece:
         """These rows and those of the same data points for further cotangents."""
+        if not others:
+            return self
         return self._with(lambda t: torch.cat([t, *(other.by_row for other in others)]), lambda t: t)
 
     def moved(self, to: Segments) -> Piece:
@@ -507,7 +509,10 @@ class OuterRows(Piece):
             yield points, DenseRows(0, rows.transpose(0, 1))
 
     def _inner(self, weight: Tensor) -> Float[Tensor, "n outputs"]:
-        return torch.einsum("n k i, k o i -> n k o", self.right[:, 0].square(), weight).flatten(1)
+        squared = self.right[:, 0].square()
+        if len(weight) == 1:  # a small product, which einsum takes longer to prepare than to do
+            return squared[:, 0] @ weight[0].mT
+        return torch.einsum("n k i, k o i -> n k o", squared, weight).flatten(1)
 
     def gram(self, weight: Float[Tensor, "groups rows width"]) -> Float[Tensor, "n r r"]:
         """Sum over (k, o, i) of l_r l_s right^2 weight."""
@@ -519,7 +524,7 @@ class OuterRows(Piece):
         inner, left = self._inner(weight), self.left.square().flatten(2)
         if left.shape[1] == 1:
             return inner @ left[:, 0].mT
-        return torch.einsum("r n o, n o -> n r", left, inner)
+        return (left.transpose(0, 1) @ inner.unsqueeze(-1)).squeeze(-1)
 
     def sweep(
         self, values: Float[Tensor, "groups rows width"], precisions: Float[Tensor, " k"]
