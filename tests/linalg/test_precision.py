@@ -12,7 +12,7 @@ from torch import Tensor
 from contracts import STRUCTURES, Case, Structure, all_pieces, close, generator, normal, priors, spelled_out
 from lapwing.errors import CurvatureError
 from lapwing.linalg import Piece, Precision, blocks, dense, diagonal
-from lapwing.linalg import row_squares as gram
+from lapwing.linalg import rows as factored
 from lapwing.linalg.kronecker import rotation, sweep
 from lapwing.linalg.kronecker import structure as eigenbasis
 
@@ -160,7 +160,7 @@ def test_a_small_budget_cuts_the_work_and_changes_nothing(
     whole = {name: precision.quadratic(pieces) for name, pieces in found.items()}
     swept = {name: case.curvature.sweep(pieces, PRECISIONS) for name, pieces in found.items()}
     cut = 0
-    for module in (blocks, dense, diagonal, eigenbasis, gram, rotation, sweep):
+    for module in (blocks, dense, diagonal, eigenbasis, factored, rotation, sweep):
         for name in ("DEFAULT_BUDGET", "CACHE"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, 1)

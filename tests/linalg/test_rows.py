@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from contracts import close, generator, normal, outer, positions, spelled_out
 from lapwing.linalg import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece, Segments
-from lapwing.linalg.rows import assemble, chunks, connected, merge_segments, route
+from lapwing.linalg.rows import Places, assemble, chunks, connected, merge_segments
 
 fast = settings(deadline=None, max_examples=60, derandomize=True)
 
@@ -220,8 +220,9 @@ def test_routed_pieces_rebuild_the_rows_for_any_division_into_places(
     if interleaved:  # two places whose intervals alternate
         places = [Segments(tuple(parts[k::2])) for k in range(2) if parts[k::2]]
     out = torch.zeros(2, 4, TOTAL, dtype=torch.float64)
+    routes = Places(places)
     for piece in found:
-        for i, local in route(piece, places):
+        for i, local in routes.route(piece):
             rows = torch.zeros(2, 4, places[i].size, dtype=torch.float64)
             local.add_to(rows, slice(0, 4))
             spread = torch.zeros_like(out)
@@ -234,11 +235,11 @@ def test_a_piece_that_fits_a_place_keeps_its_form() -> None:
     """A weight with its bias in one block stays an outer product; in two blocks the bias goes its own way."""
     layout = MatrixLayout(0, (3, 2), (0, 1), 1, 3, 2, bias=10)
     piece = outer(layout, generator(), 3)
-    [(place, kept)] = route(piece, [Segments(((6, 10),)), Segments(((0, 6), (10, 13)))])
+    [(place, kept)] = Places([Segments(((6, 10),)), Segments(((0, 6), (10, 13)))]).route(piece)
     assert place == 1
     assert isinstance(kept, OuterRows)
     assert kept.layout.bias == 6
-    apart = route(piece, [Segments(((0, 6),)), Segments(((6, 13),))])
+    apart = Places([Segments(((0, 6),)), Segments(((6, 13),))]).route(piece)
     assert [type(part) for _, part in apart] == [OuterRows, DenseRows]
 
 

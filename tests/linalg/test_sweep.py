@@ -12,7 +12,6 @@ from contracts import generator, normal
 from lapwing.linalg import Kronecker, MatrixLayout, OuterRows, Term
 from lapwing.linalg.kronecker import sweep
 from lapwing.linalg.kronecker.sweep import NEGLIGIBLE, STEP, node_sweep, outer_sweep, spread
-from lapwing.linalg.row_squares import Outer
 
 TOLERANCE = 1e-6
 """What the module states; relative, for every entry on its own."""
@@ -31,10 +30,16 @@ SPECTRA = {
 }
 
 
-def literal(rows: Outer, row_values: Tensor, col_values: Tensor, precisions: Tensor) -> Tensor:
+def without_sharing(left: Tensor, right: Tensor) -> OuterRows:
+    groups, rows, cols = *left.shape[2:], right.shape[-1]
+    layout = MatrixLayout(0, (groups, rows, cols), (0, 1, 2), groups, rows, cols)
+    return OuterRows(layout, left.unsqueeze(2), right.unsqueeze(1))
+
+
+def literal(rows: OuterRows, row_values: Tensor, col_values: Tensor, precisions: Tensor) -> Tensor:
     inverse = 1 / (row_values[:, :, None] * col_values[:, None, :] + precisions[:, None, None, None])
-    left = rows.left.expand(-1, len(rows.right), -1, -1)
-    return torch.einsum("r n k o, n k i, p k o i -> p n r", left.square(), rows.right.square(), inverse)
+    left, right = rows.left[:, :, 0].expand(-1, len(rows.right), -1, -1), rows.right[:, 0]
+    return torch.einsum("r n k o, n k i, p k o i -> p n r", left.square(), right.square(), inverse)
 
 
 def nodes(row_values: Tensor, col_values: Tensor, precisions: Tensor) -> tuple[sweep.Nodes, sweep.Nodes]:
@@ -55,7 +60,7 @@ def test_nodes_are_right_for_every_spectrum(rows: str, cols: str) -> None:
         [normal(generator(1), 1, 1, row_values.shape[1]), torch.eye(row_values.shape[1]).double()[:, None]]
     )
     right = torch.cat([normal(generator(2), 1, col_values.shape[1]), torch.eye(col_values.shape[1]).double()])
-    outer = Outer(left.unsqueeze(2), right.unsqueeze(1))
+    outer = without_sharing(left.unsqueeze(2), right.unsqueeze(1))
     found = node_sweep(outer, *nodes(row_values, col_values, precisions), precisions)
     torch.testing.assert_close(found, literal(outer, row_values, col_values, precisions), rtol=TOLERANCE, atol=0)
 
@@ -66,7 +71,7 @@ def test_nodes_are_right_for_random_spectra(seed: int, groups: int, same: bool, 
     g = generator(seed)
     row_values, col_values = (10 ** (width * (torch.rand(groups, d, generator=g).double() - 0.5)) for d in (7, 9))
     precisions = 10 ** (middle + torch.linspace(-4, 4, 5).double())
-    outer = Outer(normal(g, 2, 1 if same else 3, groups, 7), normal(g, 3, groups, 9))
+    outer = without_sharing(normal(g, 2, 1 if same else 3, groups, 7), normal(g, 3, groups, 9))
     found = node_sweep(outer, *nodes(row_values, col_values, precisions), precisions)
     torch.testing.assert_close(found, literal(outer, row_values, col_values, precisions), rtol=TOLERANCE, atol=0)
 
@@ -80,7 +85,7 @@ def test_interpolation_weights_sum_to_one() -> None:
 def test_a_precision_of_zero_is_right_where_no_eigenvalue_is() -> None:
     row_values, col_values = torch.logspace(-2, 2, 20).double()[None], torch.logspace(-3, 1, 30).double()[None]
     precisions = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    outer = Outer(normal(generator(1), 2, 3, 1, 20), normal(generator(2), 3, 1, 30))
+    outer = without_sharing(normal(generator(1), 2, 3, 1, 20), normal(generator(2), 3, 1, 30))
     found = node_sweep(outer, *nodes(row_values, col_values, precisions), precisions)
     torch.testing.assert_close(found, literal(outer, row_values, col_values, precisions), rtol=TOLERANCE, atol=0)
 
@@ -93,7 +98,7 @@ def test_a_wide_layer_is_swept_by_nodes_and_a_narrow_one_literally(monkeypatch: 
         calls.clear()
         row_values = torch.logspace(-6, 1, rows).double()[None]
         col_values = torch.logspace(-6, 1, cols).double()[None]
-        outer = Outer(normal(generator(1), 5, 20, 1, rows), normal(generator(2), 20, 1, cols))
+        outer = without_sharing(normal(generator(1), 5, 20, 1, rows), normal(generator(2), 20, 1, cols))
         found = outer_sweep(outer, row_values, col_values, precisions)
         torch.testing.assert_close(found, literal(outer, row_values, col_values, precisions), rtol=TOLERANCE, atol=0)
         assert len(calls) == expected
@@ -103,7 +108,7 @@ def test_negative_eigenvalues_are_swept_literally() -> None:
     """Of a curvature that data were taken from: there is no logarithm."""
     row_values, col_values = torch.linspace(-0.5, 1, 200).double()[None], torch.linspace(0, 1, 200).double()[None]
     precisions = torch.linspace(1, 2, 100).double()
-    outer = Outer(normal(generator(1), 2, 3, 1, 200), normal(generator(2), 3, 1, 200))
+    outer = without_sharing(normal(generator(1), 2, 3, 1, 200), normal(generator(2), 3, 1, 200))
     found = outer_sweep(outer, row_values, col_values, precisions)
     torch.testing.assert_close(found, literal(outer, row_values, col_values, precisions), rtol=1e-12, atol=0)
 
@@ -126,7 +131,7 @@ def test_a_wide_block_of_low_rank_is_swept_as_the_loop_does(dtype: torch.dtype) 
 
 def test_a_sweep_by_nodes_is_differentiable_in_the_precisions() -> None:
     values_a, values_g = torch.logspace(-4, 2, 80, dtype=F64)[None], torch.logspace(-3, 1, 60, dtype=F64)[None]
-    outer = Outer(normal(generator(1), 2, 3, 1, 60), normal(generator(2), 3, 1, 80))
+    outer = without_sharing(normal(generator(1), 2, 3, 1, 60), normal(generator(2), 3, 1, 80))
     precisions = torch.tensor([0.1, 1.0, 7.0], dtype=torch.float64, requires_grad=True)
     found = node_sweep(outer, *nodes(values_g, values_a, precisions.detach()), precisions)
     (gradient,) = torch.autograd.grad(found.sum(), precisions)

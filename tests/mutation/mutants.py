@@ -66,7 +66,7 @@ LINALG = (
     ),
     Mutant(
         "a token that occurs several times in a data point is counted as often in the diagonal of a table",
-        "linalg/row_squares.py",
+        "linalg/rows.py",
         "squares = merged.square().sum(0) / occurrences",
         "squares = merged.square().sum(0)",
         ("linalg/test_kronecker.py", "estimate/test_ekfac.py"),
@@ -146,9 +146,9 @@ ESTIMATE = (
     ),
     Mutant(
         "the same token in different data points is summed before it is squared",
-        "estimate/exact_diagonal.py",
-        "torch.arange(batch, device=index.device).unsqueeze(1) * table + index",
-        "torch.zeros_like(index) + index",
+        "linalg/rows.py",
+        "torch.arange(batch, device=self.index.device).unsqueeze(1) * table + self.index",
+        "torch.zeros_like(self.index) + self.index",
         ("estimate/test_estimators.py",),
     ),
     Mutant(

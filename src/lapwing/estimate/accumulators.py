@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,6 @@ from lapwing.estimate.symmetric_sums import GramSum, SymmetricSum, merged
 from lapwing.linalg import (
     Curvature,
     Dense,
-    DenseRows,
     Diagonal,
     Kronecker,
     LookupRows,
@@ -24,7 +23,7 @@ from lapwing.linalg import (
     Segments,
     Term,
 )
-from lapwing.linalg.rows import DEFAULT_BUDGET, assemble, chunks, rows_of
+from lapwing.linalg.rows import DEFAULT_BUDGET, assemble, chunks
 
 
 class Accumulator(ABC):
@@ -86,22 +85,6 @@ class DiagonalVector(Accumulator):
         return Diagonal(self.total.vector())
 
 
-def role_of(piece: Piece, upright: MatrixLayout) -> str | None:
-    """How a piece relates to the block's matrix: "upright", "transposed", "lookup", or not at all."""
-    if isinstance(piece, DenseRows):
-        return None
-    if isinstance(piece, OuterRows) and piece.layout == upright:
-        return "upright"
-    plain, other = replace(upright, bias=None), replace(piece.layout, bias=None)
-    if isinstance(piece, LookupRows):
-        return "lookup" if plain == other else None
-    if plain == other:
-        return "upright"
-    turned = replace(plain, order=plain.order[::-1], rows=plain.cols, cols=plain.rows)
-    two_axes = len(plain.stored) == 2 and plain.groups == 1
-    return "transposed" if two_axes and turned == other and piece.layout.bias is None else None
-
-
 @dataclass
 class Sums:
     """Factor sums of one role: the input side, the pulled-back side, and the number of positions.
@@ -133,7 +116,7 @@ class Matrix(Accumulator):
     def add(self, pieces: list[Piece], first: bool) -> None:
         by_role: dict[str | None, list[Piece]] = {}
         for piece in pieces:
-            by_role.setdefault(role_of(piece, self.layout), []).append(piece)
+            by_role.setdefault(piece.role(self.layout), []).append(piece)
         if None in by_role:
             self._add_formed(pieces)
             return
@@ -168,7 +151,7 @@ class Matrix(Accumulator):
     def _add_formed(self, pieces: list[Piece]) -> None:
         """Rows that are no products: as matrices M, one more role with sum M M^T and sum M^T M (module `kronecker`)."""
         layout, local = self.layout.moved(self.segments), [piece.moved(self.segments) for piece in pieces]
-        count, batch = rows_of(pieces[0])
+        count, batch = pieces[0].shape
         for points in chunks(batch, 4 * 8 * count * self.segments.size, self.budget):
             matrix = layout.gather(assemble(local, self.segments.size, points)).flatten(0, 1)  # [m, k, o, i]
             sums = self._sums("formed", matrix, layout.width, layout.rows)

@@ -35,7 +35,6 @@ from lapwing.linalg import (
     Blocks,
     CorrectedKronecker,
     Dense,
-    DenseRows,
     Kronecker,
     KroneckerSum,
     Piece,
@@ -109,7 +108,7 @@ class Vector(DiagonalVector):
     name: str = ""
 
     def add(self, pieces: list[Piece], first: bool) -> None:
-        if not all(isinstance(piece, DenseRows) for piece in pieces):
+        if any(piece.factored for piece in pieces):
             raise ParameterError(
                 f"the basis has no eigenvectors for parameter '{self.name}', which the data use; expected a basis from "
                 "data that use every layer. Make it from more batches."

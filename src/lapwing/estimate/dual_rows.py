@@ -18,7 +18,7 @@ from lapwing.estimate.data_pass import Batches, pulled
 from lapwing.estimate.exact_blocks import partition
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Dual, Independent, RowSet
-from lapwing.linalg.rows import DenseRows, Piece, joined_cotangents, rows_of
+from lapwing.linalg.rows import Piece
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import batch_size, map_tensors, tensors
@@ -63,7 +63,7 @@ def _of_all_outputs(
     for batch in pulled(tangent, likelihood, batches, output_by_output(cotangents), generator):
         if batch.first:
             if chunks:
-                yield by_tensor(tangent.space, joined_cotangents(chunks))
+                yield by_tensor(tangent.space, _joined_cotangents(chunks))
             chunks, outputs, points = [], batch.linearisation.outputs, points + batch.linearisation.batch
             entries = outputs * points**2
             if entries > limit**2:
@@ -73,7 +73,7 @@ def _of_all_outputs(
                     "numbers in them. Use fewer data points (estimate.subset), a Kronecker structure, or raise `limit`."
                 )
         chunks.append(batch.pieces)
-    yield by_tensor(tangent.space, joined_cotangents(chunks))
+    yield by_tensor(tangent.space, _joined_cotangents(chunks))
 
 
 def limited(
@@ -87,7 +87,7 @@ def limited(
     """Rows of the data, chunk by chunk, and an error once there are more than `limit`."""
     count = points = 0
     for batch in pulled(tangent, likelihood, batches, cotangents, generator):
-        rows, size = rows_of(batch.pieces[0])
+        rows, size = batch.pieces[0].shape
         count, points = count + rows * size, points + size * batch.first
         if count > limit:
             raise CurvatureError(
@@ -96,6 +96,11 @@ def limited(
                 "(estimate.subset), fewer cotangents (monte_carlo), a Kronecker structure, or raise `limit`."
             )
         yield by_tensor(tangent.space, batch.pieces)
+
+
+def _joined_cotangents(chunks: list[list[Piece]]) -> list[Piece]:
+    """Rows of the same data points for several chunks of cotangents, as one."""
+    return [first.with_cotangents(others) for first, *others in zip(*chunks, strict=True)]
 
 
 def memory(rows: int) -> int:
@@ -108,11 +113,8 @@ def by_tensor(space: ParamSpace, pieces: list[Piece]) -> list[Piece]:
     if space.index is None:
         return pieces
     intervals = [interval for segments in partition(space, "tensor").values() for interval in segments.intervals]
-    found: list[Piece] = []
-    for piece in pieces:
-        cuts = [piece.cut(interval) for interval in intervals] if isinstance(piece, DenseRows) else [piece]
-        found += [cut for cut in cuts if cut is not None]
-    return found
+    cuts = [piece.cut(interval) for piece in pieces for interval in intervals]
+    return [cut for cut in cuts if cut is not None]
 
 
 # -- fewer data ------------------------------------------------------------------------------------------------------

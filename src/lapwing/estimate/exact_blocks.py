@@ -10,7 +10,7 @@ from lapwing.estimate.data_pass import Batches, pulled
 from lapwing.estimate.symmetric_sums import SymmetricSum
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Block, Blocks, Dense, Segments
-from lapwing.linalg.rows import route
+from lapwing.linalg.rows import Places
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 
@@ -29,14 +29,10 @@ def blocks(
     places = partition(space, by)
     like = torch.zeros((), dtype=space.dtype, device=space.device)
     totals = {name: SymmetricSum.zeros(segments.size, like, tangent.budget) for name, segments in places.items()}
+    routes, sums = Places(list(places.values())), list(totals.values())
     for batch in pulled(tangent, likelihood, batches, cotangents, generator):
-        assigned = [[] for _ in places]
-        for piece in batch.pieces:
-            for i, local in route(piece, list(places.values())):
-                assigned[i].append(local)
-        for total, local in zip(totals.values(), assigned, strict=True):
-            if local:
-                total.add(local)
+        for number, local in routes.assigned(batch.pieces):
+            sums[number].add(local)
     found = (Block(name, places[name], Dense(total.matrix())) for name, total in totals.items())
     return Blocks(space.size, tuple(found))
 

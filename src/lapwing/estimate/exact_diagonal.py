@@ -17,8 +17,8 @@ from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.data_pass import Batches, pulled
 from lapwing.estimate.symmetric_sums import FEW_ROWS
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import DenseRows, Diagonal, LookupRows, MatrixLayout, OuterRows, Piece, Segments
-from lapwing.linalg.rows import CACHE, assemble, chunks, connected, contract, contract_bytes, rows_of
+from lapwing.linalg import Diagonal, MatrixLayout, OuterRows, Piece, Segments
+from lapwing.linalg.rows import assemble, chunks, connected
 from lapwing.tangent import Tangent
 
 
@@ -51,14 +51,10 @@ class SquareSum:
             piece = group[0]
             if len(group) > 1:
                 self._add_formed(segments, group)
-            elif isinstance(piece, DenseRows):
-                self.total[slice(*piece.segments[0])] += piece.values.square().sum((0, 1))
-            elif isinstance(piece, LookupRows):
-                piece.layout.scatter_add(_lookup_squares(piece).unsqueeze(0), self.total)
-            elif piece.shared > 1:
-                piece.layout.scatter_add(self._shared_squares(piece), self.total)
-            else:
+            elif isinstance(piece, OuterRows) and piece.shared == 1:
                 self._add_outer(piece)
+            else:
+                piece.add_squares_to(self.total, self.budget)
 
     def vector(self) -> Float[Tensor, " size"]:
         for layout in list(self.waiting):
@@ -76,30 +72,13 @@ class SquareSum:
         lefts, rights = zip(*self.waiting.pop(layout), strict=True)
         layout.scatter_add(torch.einsum("n k o, n k i -> k o i", torch.cat(lefts), torch.cat(rights)), self.total)
 
-    def _shared_squares(self, piece: OuterRows) -> Float[Tensor, "groups rows width"]:
-        layout, batch = piece.layout, piece.left.shape[1]
-        squares = piece.right.new_zeros(layout.groups, layout.rows, layout.width)
-        for part in chunks(batch, contract_bytes(piece.left, layout.width), min(CACHE, self.budget)):
-            squares += contract(piece.left[:, part], piece.right[part]).square().sum((0, 1))
-        return squares
-
     def _add_formed(self, segments: Segments, group: Sequence[Piece]) -> None:
         """Several uses of one parameter: their rows are added before they are squared."""
         local = [member.moved(segments) for member in group]
-        count, batch = rows_of(group[0])
+        count, batch = group[0].shape
         squares = self.total.new_zeros(segments.size)
         for rows in chunks(batch, 2 * count * segments.size * squares.element_size(), self.budget):
             squares += assemble(local, segments.size, rows).square().sum((0, 1))
         spread = torch.zeros_like(self.total)
         segments.scatter(squares, spread)
         self.total += spread
-
-
-def _lookup_squares(piece: LookupRows) -> Float[Tensor, "table features"]:
-    """Occurrences of one token in one data point are summed before they are squared."""
-    left, index = piece.left, piece.index
-    table, batch = piece.layout.rows, left.shape[1]
-    owner = torch.arange(batch, device=index.device).unsqueeze(1) * table + index
-    met, inverse = owner.flatten().unique(return_inverse=True)
-    summed = left.new_zeros(left.shape[0], len(met), left.shape[-1]).index_add_(1, inverse, left.flatten(1, 2))
-    return left.new_zeros(table, left.shape[-1]).index_add_(0, met % table, summed.square().sum(0))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from lapwing.errors import ParameterError, UnsupportedOperationError
-from lapwing.estimate.accumulators import Accumulator, DenseVector, DiagonalVector, Matrix, role_of
+from lapwing.estimate.accumulators import Accumulator, DenseVector, DiagonalVector, Matrix
 from lapwing.estimate.cotangents import Cotangents, exact, monte_carlo
 from lapwing.estimate.data_pass import Batches, Pulled, pulled
 from lapwing.estimate.exact_diagonal import SquareSum
@@ -32,7 +32,6 @@ from lapwing.linalg import (
     Block,
     Blocks,
     Dense,
-    DenseRows,
     Kronecker,
     KroneckerSum,
     LookupRows,
@@ -42,7 +41,7 @@ from lapwing.linalg import (
     Segments,
 )
 from lapwing.linalg.blocks import covering
-from lapwing.linalg.rows import Segment, connected, spelled_out
+from lapwing.linalg.rows import Segment, connected
 from lapwing.params import ParamSpace
 from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.probe import Probe
@@ -164,7 +163,7 @@ class Member:
         piece = piece if self.part is None else piece.split()[self.part]
         if self.interval is None:
             return piece
-        found = (piece if isinstance(piece, DenseRows) else spelled_out(piece)).cut(self.interval)
+        found = piece.cut(self.interval)
         assert found is not None, "a piece is cut where it has entries"
         return found
 
@@ -224,7 +223,7 @@ def _groups(free: Sequence[Member], pieces: Sequence[Piece]) -> list[tuple[Segme
     found = {id(piece): (member, piece) for member in free for piece in [member.of(pieces)]}
     groups = []
     for segments, group in connected([piece for _, piece in found.values()]):
-        if _is_matrix(group) or all(isinstance(piece, DenseRows) for piece in group):
+        if _is_matrix(group) or not any(piece.factored for piece in group):
             groups.append((segments, group))
             continue
         for member, piece in [found[id(piece)] for piece in group]:
@@ -238,12 +237,14 @@ def _groups(free: Sequence[Member], pieces: Sequence[Piece]) -> list[tuple[Segme
 
 def _is_matrix(group: Sequence[Piece]) -> bool:
     """Whether all pieces are one weight as a matrix, upright or transposed, with at most one bias, upright."""
-    if any(isinstance(piece, DenseRows) for piece in group):
+    if len(group) == 1:
+        return group[0].factored
+    if not all(piece.factored for piece in group):
         return False
     if len({p.layout.bias for p in group if isinstance(p, OuterRows) and p.layout.bias is not None}) > 1:
         return False
     upright = _upright(group)
-    return all(role_of(piece, upright) is not None for piece in group)
+    return all(piece.role(upright) is not None for piece in group)
 
 
 def _upright(group: Sequence[Piece]) -> MatrixLayout:
@@ -293,7 +294,7 @@ def _why_exact(name: str, group: Sequence[Piece], record: Record) -> str:
         return f"used by {operation} in a way that forms no Kronecker product"
     if name in record.derived:
         return f"turned into another tensor by '{record.derived[name]}' before it meets the data"
-    return "" if all(isinstance(piece, DenseRows) for piece in group) else "used by operations of different kinds"
+    return "used by operations of different kinds" if any(piece.factored for piece in group) else ""
 
 
 _REMEDY = (

@@ -134,7 +134,7 @@ def blocks(
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class FeatureBatch:
     """One batch: its features, and either Hessians at the outputs (`columns` None) or columns to be put in place."""
 
     number: int
@@ -218,7 +218,7 @@ def _steps(
     batches: Batches,
     cotangents: Cotangents,
     generator: torch.Generator | None,
-) -> Iterator[Step]:
+) -> Iterator[FeatureBatch]:
     """Every batch, checked; errors name it."""
     for number, batch in numbered(batches):
         with named(number):
@@ -228,7 +228,7 @@ def _steps(
             observe(batches, likelihood, found.value, y)
             closed = cotangents in (exact, fisher) and _factors(likelihood, found)
             columns = None if closed else cotangents(likelihood, found.value, y, generator)
-        yield Step(number, found, y, likelihood, cotangents, columns)
+        yield FeatureBatch(number, found, y, likelihood, cotangents, columns)
 
 
 def _factors(likelihood: Likelihood, linear_map: FeatureMap) -> bool:

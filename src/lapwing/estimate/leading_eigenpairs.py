@@ -20,7 +20,7 @@ from lapwing.estimate.data_pass import Batches, one_shot, pulled
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Dual, LowRank, RowSet
 from lapwing.linalg.checks import eigh_psd, normal
-from lapwing.linalg.rows import Piece, rows_of
+from lapwing.linalg.rows import Piece
 from lapwing.tangent import Tangent
 
 OVERSAMPLING = 10
@@ -102,7 +102,7 @@ class _TooManyRows(Exception):
 def _at_most(limit: int, parts: Iterator[list[Piece]]) -> Iterator[list[Piece]]:
     count = 0
     for pieces in parts:
-        count += prod(rows_of(pieces[0]))
+        count += prod(pieces[0].shape)
         if count > limit:
             raise _TooManyRows
         yield pieces

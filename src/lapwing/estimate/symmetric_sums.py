@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.rows import Piece, assemble, chunks, rows_of
+from lapwing.linalg.rows import Piece, assemble, chunks
 
 
 @dataclass
@@ -30,7 +30,7 @@ class SymmetricSum:
     def add(self, pieces: Sequence[Piece]) -> None:
         """`pieces` in the coordinates of this matrix."""
         size = len(self.upper)
-        count, batch = rows_of(pieces[0])
+        count, batch = pieces[0].shape
         for rows in chunks(batch, 2 * count * size * self.upper.element_size(), self.budget):
             flat = assemble(pieces, size, rows).flatten(0, 1)
             add_product(self.upper.unsqueeze(0), flat.mT.unsqueeze(0))

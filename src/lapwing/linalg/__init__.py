@@ -4,8 +4,7 @@ from lapwing.linalg.blocks import Block, Blocks, BlocksPrecision
 from lapwing.linalg.contracts import Curvature, LinearMap, Precision
 from lapwing.linalg.dense import CholeskyPrecision, Dense, EigenPrecision
 from lapwing.linalg.diagonal import Diagonal, DiagonalPrecision
-from lapwing.linalg.dual import Dual
-from lapwing.linalg.dual_precision import DualPrecision
+from lapwing.linalg.dual import Dual, DualPrecision
 from lapwing.linalg.independent_outputs import Independent, IndependentPrecision
 from lapwing.linalg.kronecker.corrected import CorrectedKronecker, EigenColumns
 from lapwing.linalg.kronecker.factors import Term, nearest_kronecker

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import pairwise
 
 import torch
@@ -18,7 +18,7 @@ from lapwing.errors import CurvatureError
 from lapwing.linalg.checks import check_prior
 from lapwing.linalg.contracts import Curvature, Precision, same_kind
 from lapwing.linalg.diagonal import Diagonal
-from lapwing.linalg.rows import Piece, Segments, route
+from lapwing.linalg.rows import Piece, Places, Segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ class Blocks(Curvature):
         return BlocksPrecision(self.size, tuple(parts))
 
     def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
-        assigned = _assigned(pieces, [block.segments for block in self.blocks])
+        assigned = Places([block.segments for block in self.blocks]).assigned(pieces)
         return _sum(self.blocks[i].curvature.sweep(local, precisions) for i, local in assigned)
 
 
@@ -140,6 +140,10 @@ class BlocksPrecision(Precision):
     @property
     def size(self) -> int:
         return self.params
+
+    @cached_property
+    def _places(self) -> Places:
+        return Places([segments for segments, _ in self.parts])
 
     def _gathered(self, values: Sequence[Tensor]) -> Tensor:
         """Parts in flat order, out of place so that gradients in the prior flow."""
@@ -168,12 +172,10 @@ class BlocksPrecision(Precision):
         return self._gathered([part.variance() for _, part in self.parts])
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
-        assigned = _assigned(pieces, [segments for segments, _ in self.parts])
-        return _sum(self.parts[i][1].quadratic(local) for i, local in assigned)
+        return _sum(self.parts[i][1].quadratic(local) for i, local in self._places.assigned(pieces))
 
     def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
-        assigned = _assigned(pieces, [segments for segments, _ in self.parts])
-        return _sum(self.parts[i][1].squares(local) for i, local in assigned)
+        return _sum(self.parts[i][1].squares(local) for i, local in self._places.assigned(pieces))
 
 
 def covering(size: int, found: Sequence[Block], like: Tensor, name: Callable[[int], str]) -> Blocks:
@@ -185,15 +187,6 @@ def covering(size: int, found: Sequence[Block], like: Tensor, name: Callable[[in
             blocks.append(Block(name(at), Segments(((at, start),)), Diagonal(like.new_zeros(start - at))))
         at = stop
     return Blocks(size, tuple(sorted(blocks, key=lambda block: block.segments.intervals[0])))
-
-
-def _assigned(pieces: Sequence[Piece], places: Sequence[Segments]) -> list[tuple[int, list[Piece]]]:
-    """The pieces of every block that has any, in its own coordinates."""
-    assigned: list[list[Piece]] = [[] for _ in places]
-    for piece in pieces:
-        for i, local in route(piece, places):
-            assigned[i].append(local)
-    return [(i, local) for i, local in enumerate(assigned) if local]
 
 
 def _sum(values: Iterable[Tensor]) -> Tensor:

@@ -29,8 +29,7 @@ from lapwing.linalg.checks import (
     normal,
 )
 from lapwing.linalg.contracts import Curvature, Multiple, Precision, same_kind
-from lapwing.linalg.row_squares import Formed, once
-from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, OuterRows, Piece, assemble, chunks, rows_of
+from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,32 +95,7 @@ class Dense(Curvature):
         check_positive((values.min() + precisions.min()).detach(), "curvature + prior")
         check_rank(values, precisions, "the curvature")
         rows = EigenPrecision(vectors, torch.ones_like(values))._whitened(pieces)
-        return torch.cat([Formed(each).sweep(values, precisions) for each in rows], dim=1)
-
-
-@dataclass(frozen=True, eq=False)
-class FixedRows:
-    """Rows of one weight without sharing, whose left factor is the same for all data points, as in a last layer."""
-
-    layout: MatrixLayout
-    left: Float[Tensor, "r groups rows"]
-    right: Float[Tensor, "n groups width"]
-
-    def times(self, matrix: Float[Tensor, "params other"]) -> Iterator[Float[Tensor, "n r other"]]:
-        """Rows times a matrix: its own axis is taken apart and met by the inputs first, so that no row is formed."""
-        apart = self.layout.gather(matrix.mT)  # [other, k, o, i]
-        each = 2 * apart[..., 0].numel() * (1 + len(self.left) // self.left[0].numel()) * matrix.element_size()
-        for points in chunks(len(self.right), each, DEFAULT_BUDGET):
-            met = torch.einsum("n k i, p k o i -> n p k o", self.right[points], apart)
-            yield torch.einsum("r k o, n p k o -> n r p", self.left, met)
-
-
-def fixed_rows(pieces: Sequence[Piece]) -> FixedRows | None:
-    """The pieces as `FixedRows`, if they are that."""
-    if len(pieces) != 1 or not isinstance(pieces[0], OuterRows) or pieces[0].shared != 1:
-        return None
-    left = once(pieces[0].left[:, :, 0])
-    return FixedRows(pieces[0].layout, left[:, 0], pieces[0].right[:, 0]) if left.shape[1] == 1 else None
+        return torch.cat([DenseRows(0, white.transpose(0, 1)).sweep(values, precisions) for white in rows], dim=1)
 
 
 class DensePrecision(Precision):
@@ -143,9 +117,9 @@ class DensePrecision(Precision):
 
     def _whitened(self, pieces: Sequence[Piece]) -> Iterator[Float[Tensor, "n r params"]]:
         """Rows times F, for a few data points at a time."""
-        if (fixed := fixed_rows(pieces)) is not None:
-            return (rows * self.scale for rows in fixed.times(self.root))
-        count, batch = rows_of(pieces[0])
+        if len(pieces) == 1 and (products := pieces[0].times(self.root)) is not None:
+            return (rows * self.scale for rows in products)
+        count, batch = pieces[0].shape
         parts = chunks(batch, 2 * 8 * count * self.size, DEFAULT_BUDGET)
         return (self.whiten(assemble(pieces, self.size, points)).transpose(0, 1) for points in parts)
 

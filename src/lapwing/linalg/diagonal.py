@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lapwing.linalg.checks import check_finite, check_positive, check_precisions, check_prior, check_scale, normal
 from lapwing.linalg.contracts import Curvature, Precision, same_kind
-from lapwing.linalg.row_squares import forms, weighted_gram, weighted_squares
-from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, rows_of
+from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, add_grams, add_squares, weighed
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +54,10 @@ class Diagonal(Curvature):
         precisions = check_precisions(precisions).to(self.values)
         check_finite(self.values, "the diagonal")
         check_positive((self.values.min() + precisions.min()).detach(), "curvature + prior")
-        count, batch = rows_of(pieces[0])
+        count, batch = pieces[0].shape
         total = self.values.new_zeros(len(precisions), batch, count)
-        for points, form, shaped in forms(pieces, DEFAULT_BUDGET // 4):
-            total[:, points] += form.sweep(shaped(self.values), precisions)
+        for points, rows, values in weighed(pieces, self.values, DEFAULT_BUDGET // 4):
+            total[:, points] += rows.sweep(values, precisions)
         return total
 
 
@@ -86,7 +85,7 @@ class DiagonalPrecision(Precision):
         return self.values.reciprocal()
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
-        return weighted_gram(pieces, self.variance())
+        return add_grams(weighed(pieces, self.variance()), *pieces[0].shape)
 
     def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
-        return weighted_squares(pieces, self.variance())
+        return add_squares(weighed(pieces, self.variance()), *pieces[0].shape)

@@ -10,6 +10,9 @@ With prior precision D = diag(delta) and K = R D^-1 R^T [M, M],
               constant on every tensor: a Gram matrix per tensor is kept (within `KEPT` bytes), then O(M^3) per prior
               any vector [P]: O(M^2 P) per prior
 
+    precision solve, draw O(M P); quadratic, squares O(M (O + I)) per row and layer without sharing, and O(M^2) per row;
+              variance O(M^2 P); inverse_trace O(M^2 (O + I)) per layer where prior and groups are constant on tensors
+
 All of it is exact and differentiable in the prior and in the scale. I + K has no eigenvalue below 1, and it is
 decomposed in float64.
 
@@ -22,7 +25,7 @@ tensor(10.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,13 +34,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.checks import check_finite, check_precisions, check_prior, check_scale, eigh_psd
-from lapwing.linalg.contracts import Curvature, Multiple, same_kind
-from lapwing.linalg.dense import CholeskyPrecision, EigenPrecision
+from lapwing.linalg.checks import check_finite, check_precisions, check_prior, check_scale, eigh_psd, normal
+from lapwing.linalg.contracts import Curvature, Multiple, Precision, same_kind
+from lapwing.linalg.dense import CholeskyPrecision, DensePrecision, EigenPrecision
 from lapwing.linalg.diagonal import DiagonalPrecision
-from lapwing.linalg.dual_precision import DualPrecision
 from lapwing.linalg.row_set import RowSet
-from lapwing.linalg.rows import Piece
+from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, chunks
 
 KEPT = 2**31
 """Bytes that the Gram matrices of all blocks may take; beyond it they are computed again for every prior."""
@@ -213,3 +215,116 @@ def _groups(delta: Float[Tensor, " params"]) -> Int[Tensor, " params"] | None:
     if len(index) != 1 or index[0] is None or index[0].shape != delta.shape or index[0].is_floating_point():
         return None
     return index[0]
+
+
+@dataclass(frozen=True, eq=False)
+class DualPrecision(Precision):
+    """scale R^T R + D, by R, D^-1 (a number or [P]) and the decomposed I + K; `blocks` is D^-1 if constant on blocks.
+
+    `blocks` is None for any other vector; then products with other rows cost O(M P) per row.
+    """
+
+    rows: RowSet
+    roots: Float[Tensor, " m"]
+    scale: Float[Tensor, ""]
+    weight: Float[Tensor, ""] | Float[Tensor, " params"]
+    blocks: Float[Tensor, " blocks"] | None
+    core: DensePrecision
+
+    @property
+    def size(self) -> int:
+        return self.rows.size
+
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        flat = v.reshape(-1, self.size).double()
+        moved = self.rows.pull(self.rows.push(flat) * self.roots.square())
+        return (self.scale * moved + flat / self.weight).to(v.dtype).reshape(v.shape)
+
+    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        flat = v.reshape(-1, self.size).double() * self.weight
+        inner = self.core.solve(self.rows.push(flat) * self.roots) * self.roots
+        return (flat - self.scale * self.weight * self.rows.pull(inner)).to(v.dtype).reshape(v.shape)
+
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        """A draw of the prior, moved by what the data, with noise of their own, say of it: exact, not approximate."""
+        theta = normal((n, self.size), self._like(), generator).double() * self.weight.sqrt()
+        noise = normal((n, self.rows.count), self.roots, generator)
+        root = self.scale.sqrt() * self.roots
+        seen = self.core.solve(self.rows.push(theta) * root + noise)
+        return (theta - self.weight * self.rows.pull(seen * root)).to(self.rows.dtype)
+
+    def logdet(self) -> Float[Tensor, ""]:
+        return (self.core.logdet() + self.prior_logdet()).to(self.rows.dtype)
+
+    def prior_logdet(self) -> Float[Tensor, ""]:
+        """log det D, in float64."""
+        return -self.weight.log().sum() * (self.size if self.weight.dim() == 0 else 1)
+
+    def variance(self) -> Float[Tensor, " params"]:
+        inverse = self.core.solve(torch.diag(self.roots)) * self.roots
+        seen = self.rows.traced(self.rows.stacks, inverse)
+        return (self.weight - self.scale * self.weight.square() * seen).to(self.rows.dtype)
+
+    def inverse_trace(self, groups: Int[Tensor, " params"] | None = None) -> Float[Tensor, " groups"]:
+        """By block, tr(D_b^-1) - tr(D_b^-1 R_b^T (I + K)^-1 R_b D_b^-1): O(M^2) per block beside its Gram matrix."""
+        numbers = self._group_of_blocks(groups)
+        if self.blocks is None or numbers is None:
+            return super().inverse_trace(groups)
+        inverse = self.core.solve(torch.diag(self.roots)) * self.roots
+        grams = self.rows.block_grams(self.rows.stacks)
+        seen = [weight.square() * (inverse * gram).sum() for weight, gram in zip(self.blocks, grams, strict=True)]
+        weight = self.weight.expand(self.size)
+        if groups is None:
+            groups = torch.zeros(self.size, dtype=torch.int64, device=weight.device)
+        total = weight.new_zeros(int(groups.max()) + 1).index_add(0, groups, weight)
+        return (total - self.scale * torch.zeros_like(total).index_add(0, numbers, torch.stack(seen))).to(
+            self.rows.dtype
+        )
+
+    def _group_of_blocks(self, groups: Tensor | None) -> Int[Tensor, " blocks"] | None:
+        """The group of every block; None if one holds several, or if the groups are to be refused."""
+        starts = torch.tensor([start for start, _ in self.rows.blocks], device=self.roots.device)
+        if groups is None:
+            return torch.zeros_like(starts)
+        if groups.shape != (self.size,) or bool((groups < 0).any()):
+            return None
+        if any(bool((groups[start:stop] != groups[start]).any()) for start, stop in self.rows.blocks):
+            return None
+        return groups[starts]
+
+    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        prior = DiagonalPrecision(self.weight.reciprocal().expand(self.size))
+        found = []
+        for own, cross in self.crossed(pieces):
+            white = self.core.whiten(cross)
+            found.append(prior.quadratic(own) - self.scale * (white @ white.mT))
+        return torch.cat(found).to(self.rows.dtype)
+
+    def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
+        prior = DiagonalPrecision(self.weight.reciprocal().expand(self.size))
+        found = []
+        for own, cross in self.crossed(pieces):
+            found.append(prior.squares(own) - self.scale * self.core.whiten(cross).square().sum(-1))
+        return torch.cat(found).to(self.rows.dtype)
+
+    def crossed(self, pieces: Sequence[Piece]) -> Iterator[tuple[list[Piece], Float[Tensor, "n r m"]]]:
+        """Other rows in float64, a few data points at a time, and their products R' D^-1 R^T with these rows."""
+        count, batch = pieces[0].shape
+        for points in chunks(batch, 4 * 8 * count * self.rows.count, DEFAULT_BUDGET):
+            own = [piece.of_points(points) for piece in pieces]
+            yield own, (self._cross(own).mT * self.roots).unflatten(0, (-1, count))
+
+    def _cross(self, pieces: Sequence[Piece]) -> Float[Tensor, "m rows"]:
+        """R D^-1 R'^T for other rows R'."""
+        other = self.rows.among(pieces)
+        if self.blocks is None:
+            return self.rows.weighted(other, self.weight)
+        grams = zip(self.blocks, self.rows.block_grams(other), strict=True)
+        weight, first = next(grams)
+        total = weight * first
+        for weight, gram in grams:
+            total = total + weight * gram
+        return total
+
+    def _like(self) -> Tensor:
+        return torch.empty((), dtype=self.rows.dtype, device=self.rows.device)

@@ -37,10 +37,9 @@ from torch import Tensor
 from lapwing.errors import CurvatureError
 from lapwing.linalg.checks import check_scale
 from lapwing.linalg.contracts import Curvature, LinearMap, Multiple, Precision, same_kind
-from lapwing.linalg.dual import Dual
-from lapwing.linalg.dual_precision import DualPrecision
+from lapwing.linalg.dual import Dual, DualPrecision
 from lapwing.linalg.row_set import RowSet
-from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, of_cotangent, push, rows_of
+from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, push
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +86,7 @@ class Independent(Curvature):
         by_output = [None] * self.count if roots is None else roots.unflatten(0, (-1, self.count)).unbind(1)
         found = []
         for number, root in enumerate(by_output):
-            parts = tuple(tuple(of_cotangent(piece, number) for piece in part) for part in rows.parts)
+            parts = tuple(tuple(piece.of_cotangent(number) for piece in part) for part in rows.parts)
             found.append(Dual(RowSet(rows.size, parts), root, sharing=self.count))
         return tuple(found)
 
@@ -179,11 +178,11 @@ class IndependentPrecision(Precision):
 
 def of_output(pieces: Sequence[Piece], number: int) -> list[Piece]:
     """The rows of one output."""
-    return [of_cotangent(piece, number) for piece in pieces]
+    return [piece.of_cotangent(number) for piece in pieces]
 
 
 def check_outputs(pieces: Sequence[Piece], count: int) -> None:
-    check_count(rows_of(pieces[0])[0], count)
+    check_count(pieces[0].shape[0], count)
 
 
 def check_count(found: int, count: int) -> None:

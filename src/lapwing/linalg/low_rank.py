@@ -22,8 +22,7 @@ from torch import Tensor
 from lapwing.errors import CurvatureError
 from lapwing.linalg.checks import check_finite, check_scale, eigh_psd, rounding
 from lapwing.linalg.contracts import Curvature, Multiple, same_kind
-from lapwing.linalg.dual import Dual
-from lapwing.linalg.dual_precision import DualPrecision
+from lapwing.linalg.dual import Dual, DualPrecision
 from lapwing.linalg.row_set import RowSet
 from lapwing.linalg.rows import DenseRows, Piece
 

@@ -13,32 +13,16 @@ in float64, whatever the factors are: what is computed from them are differences
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.row_products import Stack, block_cross, block_traced, piece_bytes, taken
-from lapwing.linalg.rows import (
-    DEFAULT_BUDGET,
-    DenseRows,
-    LookupRows,
-    MatrixLayout,
-    OuterRows,
-    Piece,
-    Segment,
-    Segments,
-    chunks,
-    merge_segments,
-    push,
-    route,
-    rows_of,
-    spelled_out,
-)
+from lapwing.linalg.row_products import Stack, block_cross, block_traced
+from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, Places, Segment, Segments, chunks, merge_segments, push
 
 
 class Adjoint(torch.autograd.Function):
@@ -64,26 +48,26 @@ class RowSet:
     @staticmethod
     def of(size: int, parts: Iterable[Sequence[Piece]]) -> RowSet:
         """Rows as `Tangent` pulls them back, copied: nothing that the caller changes later changes them."""
-        kept = [[part for piece in pieces for part in _kept(piece)] for pieces in parts]
+        kept = [[part for piece in pieces for part in piece.copied()] for pieces in parts]
         if not kept:
             raise CurvatureError("a set of no rows; expected at least one. Check the data.")
-        return RowSet(size, tuple(tuple(separated(part)) for part in _merged(kept)))
+        return RowSet(size, tuple(tuple(_separated(part)) for part in _merged(kept)))
 
     def __add__(self, other: RowSet) -> RowSet:
         return RowSet(self.size, self.parts + other.parts)
 
     @property
     def dtype(self) -> torch.dtype:
-        return _values(self.parts[0][0]).dtype
+        return self.parts[0][0].by_row.dtype
 
     @property
     def device(self) -> torch.device:
-        return _values(self.parts[0][0]).device
+        return self.parts[0][0].by_row.device
 
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
         """(R, N) of every part."""
-        return [rows_of(part[0]) for part in self.parts]
+        return [part[0].shape for part in self.parts]
 
     @cached_property
     def count(self) -> int:
@@ -101,16 +85,16 @@ class RowSet:
 
     def among(self, pieces: Sequence[Piece]) -> list[Stack]:
         """Other rows, cut into the blocks of these; what lies in none of them is left out."""
-        return self._located([separated(pieces)], [rows_of(pieces[0])])
+        return self._located([_separated(pieces)], [pieces[0].shape])
 
     def _located(self, parts: Sequence[Sequence[Piece]], shapes: list[tuple[int, int]]) -> list[Stack]:
-        places = [Segments((block,)) for block in self.blocks]
-        found: list[list[list[Piece]]] = [[[] for _ in parts] for _ in places]
+        places = Places([Segments((block,)) for block in self.blocks])
+        found: list[list[list[Piece]]] = [[[] for _ in parts] for _ in self.blocks]
         for number, part in enumerate(parts):
-            for piece in part:
-                for block, local in route(piece, places):
-                    found[block][number].append(local)
-        return [Stack(place.size, own, shapes, self.device) for place, own in zip(places, found, strict=True)]
+            for block, local in places.assigned(part):
+                found[block][number] = local
+        sizes = [place.size for place in places.segments]
+        return [Stack(size, own, shapes, self.device) for size, own in zip(sizes, found, strict=True)]
 
     # -- products with vectors ---------------------------------------------------------------------------------------
 
@@ -129,22 +113,22 @@ class RowSet:
     def _pull(self, u: Tensor) -> Tensor:
         out = u.new_zeros(len(u), self.size)
         for rows, pieces in self._chunks():
-            count, batch = rows_of(pieces[0])
-            each = max(piece_bytes(piece) for piece in pieces)
+            count, batch = pieces[0].shape
+            each = max(piece.double_bytes for piece in pieces)
             for part in chunks(len(u), 2 * each, DEFAULT_BUDGET):
                 weights = u[part, rows].unflatten(1, (batch, count))
                 for piece in pieces:
-                    _pull_piece(piece, weights, out[part])
+                    piece.pull(weights, out[part])
         return out
 
     def _chunks(self) -> Iterator[tuple[slice, list[Piece]]]:
         """Consecutive rows in float64, within the budget."""
         at = 0
         for (count, batch), part in zip(self.shapes, self.parts, strict=True):
-            each = 2 * sum(piece_bytes(piece) for piece in part) // max(1, batch)
+            each = 2 * sum(piece.double_bytes for piece in part) // max(1, batch)
             for points in chunks(batch, each, DEFAULT_BUDGET):
                 start, at = at, at + count * (points.stop - points.start)
-                yield slice(start, at), [taken(piece, points) for piece in part]
+                yield slice(start, at), [piece.of_points(points) for piece in part]
 
     # -- products of rows ----------------------------------------------------------------------------------------------
 
@@ -186,83 +170,14 @@ class RowSet:
 # -- keeping pieces --------------------------------------------------------------------------------------------------
 
 
-def _values(piece: Piece) -> Tensor:
-    return piece.values if isinstance(piece, DenseRows) else piece.left
-
-
-def _kept(piece: Piece) -> list[Piece]:
-    """A copy of its own, in whichever form takes less memory."""
-    if isinstance(piece, DenseRows):
-        return [replace(piece, values=_copy(piece.values))]
-    if isinstance(piece, LookupRows):
-        return [replace(piece, left=_copy(piece.left), index=_copy(piece.index))]
-    if piece.shared == 1:
-        return [replace(piece, left=_copy(piece.left), right=_copy(piece.right))]
-    weight, *bias = piece.split()
-    assert isinstance(weight, OuterRows)
-    spelled = prod(rows_of(weight)) * prod(weight.layout.stored)
-    if spelled <= weight.left.numel() + weight.right.numel():
-        weight = spelled_out(weight)
-        return [replace(weight, values=weight.values.detach()), *bias]
-    return [replace(weight, left=_copy(weight.left), right=_copy(weight.right)), *bias]
-
-
-def _copy(values: Tensor) -> Tensor:
-    return values.detach().clone(memory_format=torch.contiguous_format)
-
-
-def separated(pieces: Iterable[Piece]) -> list[Piece]:
-    """Pieces that lie in one interval each; without sharing, the bias' rows use the cotangents of the weight's."""
-    found: list[Piece] = []
-    for piece in pieces:
-        if isinstance(piece, OuterRows) and piece.layout.bias is not None and piece.shared == 1:
-            layout = piece.layout
-            own = (layout.groups, layout.rows, 1)
-            bias = MatrixLayout(piece.layout.bias, own, (0, 1, 2), *own)
-            found.append(replace(piece, layout=replace(layout, bias=None), right=piece.right[..., :-1]))
-            found.append(OuterRows(bias, piece.left, piece.right[..., -1:]))
-        else:
-            found += piece.split()
-    return found
+def _separated(pieces: Iterable[Piece]) -> list[Piece]:
+    """Pieces that lie in one interval each."""
+    return [part for piece in pieces for part in piece.separated()]
 
 
 def _merged(parts: list[list[Piece]]) -> list[list[Piece]]:
     """Parts of the same form joined along their data points, so that products are few and large."""
     alike: dict[tuple, list[list[Piece]]] = {}
     for part in parts:
-        alike.setdefault(tuple(_form(piece) for piece in part), []).append(part)
-    return [[_joined(pieces) for pieces in zip(*group, strict=True)] for group in alike.values()]
-
-
-def _form(piece: Piece) -> tuple:
-    """All but the number of data points."""
-    if isinstance(piece, DenseRows):
-        return piece.start, piece.values.shape[0], piece.values.shape[2]
-    positions = piece.left.shape[2]
-    return type(piece), piece.layout, piece.left.shape[0], positions
-
-
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first
-    values = torch.cat([_values(piece) for piece in pieces], dim=1)
-    if isinstance(first, DenseRows):
-        return replace(first, values=values)
-    if isinstance(first, LookupRows):
-        return replace(first, left=values, index=torch.cat([p.index for p in pieces if isinstance(p, LookupRows)]))
-    return replace(first, left=values, right=torch.cat([p.right for p in pieces if isinstance(p, OuterRows)]))
-
-
-def _pull_piece(piece: Piece, weights: Float[Tensor, "s n r"], out: Float[Tensor, "s params"]) -> None:
-    """out += sum of weights[s,n,r] row[r,n]."""
-    if isinstance(piece, DenseRows):
-        start, stop = piece.segments[0]
-        out[:, start:stop] += torch.einsum("s n r, r n p -> s p", weights, piece.values)
-    elif isinstance(piece, LookupRows):
-        moved = torch.einsum("s n r, r n t e -> s n t e", weights, piece.left).flatten(1, 2)
-        table = moved.new_zeros(len(weights), piece.layout.rows, piece.layout.cols)
-        piece.layout.scatter_add(table.index_add(1, piece.index.flatten(), moved).unsqueeze(1), out)
-    else:
-        moved = torch.einsum("s n r, r n t k o -> s n t k o", weights, piece.left)
-        piece.layout.scatter_add(torch.einsum("s n t k o, n t k i -> s k o i", moved, piece.right), out)
+        alike.setdefault(tuple(piece.form for piece in part), []).append(part)
+    return [[first.with_points(others) for first, *others in zip(*group, strict=True)] for group in alike.values()]

@@ -18,7 +18,7 @@ tensor([1., 1.])
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -30,11 +30,16 @@ from lapwing.evidence import GaussianFit
 from lapwing.linalg import dual, rows
 
 KINDS: dict[str, type] = {}
+_FIELDS: dict[type, tuple[str, ...]] = {}
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def register(*kinds: type) -> None:
     """Classes that can be packed: dataclasses whose fields are tensors, numbers, strings, None, and each other."""
-    KINDS.update({kind.__name__: kind for kind in kinds})
+    for kind in kinds:
+        KINDS[kind.__name__] = kind
+        # how a curvature is scaled is packed with its numbers, and what it shares is no part of it
+        _FIELDS[kind] = tuple(f.name for f in fields(kind) if f.init and f.name not in ("multiple", "sharing"))
 
 
 register(
@@ -64,19 +69,16 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[path] = value.detach()
         return {"tensor": path}
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, _PLAIN):
         return value
     if isinstance(value, dual.Dual) and value.multiple is not None:  # the one structure whose scale stands apart
         root = value.scale.detach().sqrt().expand(value.rows.count)
         value = dual.Dual(value.rows, root if value.roots is None else value.roots * root)
     if isinstance(value, (tuple, list)):
         return {"items": [_pack(item, _join(path, str(i)), tensors) for i, item in enumerate(value)]}
-    if is_dataclass(value) and KINDS.get(type(value).__name__) is type(value):
-        parts = {
-            each.name: _pack(getattr(value, each.name), _join(path, each.name), tensors)
-            for each in fields(value)
-            if each.init and each.name not in ("multiple", "sharing")
-        }
+    if KINDS.get(type(value).__name__) is type(value):
+        names = _FIELDS[type(value)]
+        parts = {name: _pack(getattr(value, name), _join(path, name), tensors) for name in names}
         return {"kind": type(value).__name__, "fields": parts}
     raise DataError(
         f"{path or 'the object'} is a {type(value).__name__}, which cannot be stored; expected one of {sorted(KINDS)}, "
@@ -87,7 +89,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def unpack(description: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The object that `pack` described."""
     if not isinstance(description, dict):
-        if description is None or isinstance(description, (bool, int, float, str)):
+        if isinstance(description, _PLAIN):
             return description
         raise DataError(f"found {type(description).__name__} in a description; expected what `pack` returns.")
     if "tensor" in description:
@@ -119,13 +121,33 @@ def compact(value: Any) -> Any:
 
     Products of the same numbers in another layout may round in another way.
     """
-    description, tensors = pack(value)
-    spread = {name for name, each in tensors.items() if not each.is_contiguous() or each.storage_offset()}
-    if not spread:
+    if _is_compact(value):
         return value
-    for name in spread:
-        tensors[name] = tensors[name].clone(memory_format=torch.contiguous_format)
+    description, tensors = pack(value)
+    for name, tensor in tensors.items():
+        if _is_spread(tensor):
+            tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
     return unpack(description, tensors)
+
+
+def _is_compact(value: Any) -> bool:
+    """Whether no tensor has to be laid out anew, found without a description."""
+    ahead = [value]
+    for part in ahead:
+        if isinstance(part, Tensor):
+            if _is_spread(part):
+                return False
+        elif isinstance(part, (tuple, list)):
+            ahead += part
+        elif not isinstance(part, _PLAIN):
+            if type(part) not in _FIELDS or (isinstance(part, dual.Dual) and part.multiple is not None):
+                return False
+            ahead += [getattr(part, name) for name in _FIELDS[type(part)]]
+    return True
+
+
+def _is_spread(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() or tensor.storage_offset() != 0
 
 
 def _join(path: str, name: str) -> str:

@@ -29,10 +29,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError
-from lapwing.linalg.autocast import outside_autocast
+from lapwing.linalg.autocast import outside_modes
 from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, OuterRows, Piece, assemble, chunks
 from lapwing.params import ParamSpace
-from lapwing.tangent.inputs import all_finite, batch_size, call, check_input, map_tensors, shape_key, take
+from lapwing.tangent.inputs import all_finite, batch_size, call, check_input, outside_inference, shape_key, take
 from lapwing.tangent.last_layer import (
     GENERAL,
     REDUCTIONS,
@@ -70,6 +70,7 @@ class FeatureTangent:
     evaluate: bool = False
     _checked: set[tuple] = field(default_factory=set, repr=False)
     _space: ParamSpace | None = field(default=None, repr=False)
+    _layout: MatrixLayout | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_reduction(self.reduction)
@@ -91,10 +92,12 @@ class FeatureTangent:
     @property
     def layout(self) -> MatrixLayout:
         """Where the matrix [W, b] lies in the flat vector."""
-        (rows, cols), starts = self.layer.weight.shape, self.space.starts
-        weight, bias = (starts.get(parameter_name(self._known, part)) for part in ("weight", "bias"))
-        assert weight is not None, "the space holds the weight"
-        return MatrixLayout(weight, (rows, cols), (0, 1), 1, rows, cols, bias)
+        if self._layout is None:
+            (rows, cols), starts = self.layer.weight.shape, self.space.starts
+            weight, bias = (starts.get(parameter_name(self._known, part)) for part in ("weight", "bias"))
+            assert weight is not None, "the space holds the weight"
+            self._layout = MatrixLayout(weight, (rows, cols), (0, 1), 1, rows, cols, bias)
+        return self._layout
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -113,25 +116,24 @@ class FeatureTangent:
         """The network to run: a private copy of the model, with the model's own parameters."""
         return private(self.model, self.evaluate)
 
-    @outside_autocast
+    @outside_modes
     def at(self, x: Any) -> FeatureMap:
         """One forward pass at the inputs x."""
-        with torch.inference_mode(False):
-            x = map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
-            network = self.network()
-            check_deterministic(network)
-            if self.name is None:
-                self.name = self._found(network, x)
-            check_input(x, self.space.device)
-            check_trainable(self.parameters)
-            found = self._forward(network, x, self.differentiable)
-            key = shape_key(x), () if self.evaluate else tuple(module.training for module in network.modules())
-            if key not in self._checked:
-                self._check(network, found)
-                if all_finite(found.output):  # numbers that are not finite prove nothing
-                    if len(self._checked) >= MOST_PROBES:
-                        self._checked.clear()
-                    self._checked.add(key)
+        x = outside_inference(x)
+        network = self.network()
+        check_deterministic(network)
+        if self.name is None:
+            self.name = self._found(network, x)
+        check_input(x, self.space.device)
+        check_trainable(self.parameters)
+        found = self._forward(network, x, self.differentiable)
+        key = shape_key(x), () if self.evaluate else tuple(module.training for module in network.modules())
+        if key not in self._checked:
+            self._check(network, found)
+            if all_finite(found.output):  # numbers that are not finite prove nothing
+                if len(self._checked) >= MOST_PROBES:
+                    self._checked.clear()
+                self._checked.add(key)
         return found
 
     def _found(self, network: nn.Module, x: Any) -> str:

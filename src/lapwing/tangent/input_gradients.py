@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lapwing.linalg.rows import DenseRows, OuterRows, Piece
+from lapwing.linalg.rows import Piece
 from lapwing.tangent.inputs import map_tensors, tensors
 
 
@@ -44,15 +44,9 @@ def gated(x: Any) -> tuple[Any, Gate | None]:
 
 def through(gate: Gate, pieces: Sequence[Piece]) -> list[Piece]:
     """Rows in factored form, as functions of the inputs alone."""
-    held = [_held(piece) for piece in pieces]
+    held = [piece.factors for piece in pieces]
     let = iter(gate.through([value for fields in held for value in fields.values()]))
     return [replace(piece, **{name: next(let) for name in fields}) for piece, fields in zip(pieces, held, strict=True)]
-
-
-def _held(piece: Piece) -> dict[str, Tensor]:
-    if isinstance(piece, DenseRows):
-        return {"values": piece.values}
-    return {"left": piece.left} | ({"right": piece.right} if isinstance(piece, OuterRows) else {})
 
 
 class _Through(torch.autograd.Function):

@@ -6,7 +6,7 @@ Layers are watched by forward hooks during one pass without a graph; the hooks a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from lapwing.errors import ModelError, ParameterError
 from lapwing.params import ParamSpace
-from lapwing.tangent.inputs import batch_size, call, map_tensors
-from lapwing.tangent.operations import flat, refuse_rewriting
-from lapwing.tangent.private import private
+from lapwing.tangent.inputs import batch_size, call, outside_inference
+from lapwing.tangent.operations import REFUSABLE, flat, refuse_rewriting, traits
+from lapwing.tangent.private import all_modules, private
 
 REDUCTIONS = ("pick_first", "pick_last", "average")
 ELSEWHERE = "Name the layer with last_layer_name=, or use subset_of_weights='all'."
@@ -45,7 +45,7 @@ def last_layer_of(network: nn.Module, x: Any, reduction: str | None) -> str:
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     ran: list[str] = []
     with torch.inference_mode(False), torch.no_grad():
-        x = map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
+        x = outside_inference(x)
         with watched(leaves, lambda name, *_: ran.append(name)), recorded(linear) as uses, Readers(()):
             output = call(network, x)
     found = [use for use in uses if explains(linear[use.name], use.by_sample(batch, reduction, output), output)]
@@ -72,6 +72,12 @@ def check_reduction(reduction: str | None) -> None:
 
 def linear_layer(model: nn.Module, name: str) -> nn.Linear:
     """The module of this name, which must be an nn.Linear."""
+    with suppress(KeyError, AttributeError):  # no walk through the whole model where the name leads to it
+        module: Any = model
+        for key in name.split(".") if name else ():
+            module = module._modules[key]
+        if isinstance(module, nn.Linear):
+            return module
     modules = dict(model.named_modules(remove_duplicate=False))
     known = [each for each, module in modules.items() if isinstance(module, nn.Linear)]
     if name not in modules:
@@ -115,9 +121,10 @@ def parameter_name(module: str, parameter: str) -> str:
 
 def check_deterministic(model: nn.Module) -> None:
     """No layer that draws random numbers, or mixes the samples of a batch."""
-    for name, module in model.named_modules():
+    for module in all_modules(model):
         random = isinstance(module, _DropoutNd) and module.p > 0
         if module.training and (random or isinstance(module, _BatchNorm)):
+            name = next(name for name, other in model.named_modules() if other is module)
             raise ModelError(
                 f"the module '{name}' ({type(module).__name__}) is in training mode; expected independent samples and "
                 "a deterministic model. Call model.eval()."
@@ -125,7 +132,7 @@ def check_deterministic(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Use:
+class LayerCall:
     """One call of a layer: its input and its output, and the version that the output had."""
 
     name: str
@@ -175,9 +182,10 @@ class Readers(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        refuse_rewriting(func, args, kwargs)
+        if traits(func)[1] is REFUSABLE:
+            refuse_rewriting(func, args, kwargs)
         out = func(*args, **kwargs)
-        if any(id(tensor) in self._wanted for tensor in flat(args, kwargs)) and flat((out,), {}):
+        if not self._wanted.isdisjoint(map(id, flat(args, kwargs))) and flat((out,), {}):
             self.count += 1
         return out
 
@@ -201,13 +209,13 @@ def watched(modules: Mapping[str, nn.Module], saw: Callable[[str, tuple, dict, A
 
 
 @contextmanager
-def recorded(layers: Mapping[str, nn.Linear]) -> Iterator[list[Use]]:
+def recorded(layers: Mapping[str, nn.Linear]) -> Iterator[list[LayerCall]]:
     """Every call of these layers."""
-    uses: list[Use] = []
+    uses: list[LayerCall] = []
 
     def keep(name: str, args: tuple, kwargs: dict, output: Tensor) -> None:
         version = 0 if output.is_inference() else output._version
-        uses.append(Use(name, args[0] if args else kwargs["input"], output, version))
+        uses.append(LayerCall(name, args[0] if args else kwargs["input"], output, version))
 
     with watched(layers, keep):
         yield uses

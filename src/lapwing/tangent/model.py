@@ -208,7 +208,7 @@ class Linearisation:
     def batch(self) -> int:
         return self.output.shape[0]
 
-    @cached_property
+    @property
     def outputs(self) -> int:
         """C, all outputs of one data point."""
         return self.output.shape[1:].numel()
@@ -326,10 +326,10 @@ class Linearisation:
             yield self._units(part)
 
     def _units(self, part: slice) -> Float[Tensor, "r batch *out"]:
-        index = torch.arange(part.start, part.stop, device=self.output.device)
-        eye = torch.zeros(len(index), self.outputs, dtype=self.space.dtype, device=self.output.device)
-        eye[index - part.start, index] = 1
-        return eye.reshape(len(index), 1, *self.output.shape[1:]).expand(-1, *self.output.shape)
+        count = part.stop - part.start
+        eye = torch.zeros(count, self.outputs, dtype=self.space.dtype, device=self.output.device)
+        eye.diagonal(part.start).fill_(1)
+        return eye.reshape(count, 1, *self.output.shape[1:]).expand(-1, *self.output.shape)
 
     def pull(self, cotangents: Float[Tensor, "r batch *out"]) -> list[Piece]:
         """Rows u[r,n]^T J[n] of every cotangent and data point, in the flat coordinates of the space.

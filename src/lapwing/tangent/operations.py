@@ -181,21 +181,11 @@ def _never(*_: Any) -> bool:
     return False
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args, **kwargs) -> Tensor:
     """By the one kernel that can be differentiated twice and run under `vmap`."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
-    options = {"scale": scale, "enable_gqa": enable_gqa}
-    return torch._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+    return torch._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
 
 
 def _lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,9 +38,20 @@ def private(model: nn.Module, evaluate: bool = False) -> nn.Module:
     return copy
 
 
-def _evaluate(model: nn.Module) -> None:
-    """model.eval(), by one loop over the modules; calling it on each is slow, and so is assigning to an attribute."""
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """As `model.modules()`, by one loop; that has a generator for every module."""
     modules, known = [model], {id(model)}
+    for module in modules:
+        for child in module._modules.values():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                modules.append(child)
+    return modules
+
+
+def _evaluate(model: nn.Module) -> None:
+    """model.eval(), without a call and an assignment to an attribute, both slow, for every module."""
+    modules = all_modules(model)
     for module in modules:
         kind = type(module)
         if kind not in _PLAIN_MODES:
@@ -48,10 +59,6 @@ def _evaluate(model: nn.Module) -> None:
                 model.eval()  # a module that decides itself what the modes mean
                 return
             _PLAIN_MODES.add(kind)
-        for child in module.__dict__["_modules"].values():
-            if child is not None and id(child) not in known:
-                known.add(id(child))
-                modules.append(child)
     for module in modules:
         module.__dict__["training"] = False
 
@@ -75,7 +82,7 @@ class _Copies:
             return self._made[id(module)]
         if isinstance(module, ScriptModule):
             return self._kept(module, wrap_cpp_module(self._script_object(module)))
-        copy = self._kept(module, object.__new__(type(module)))
+        copy = self._made[id(module)] = object.__new__(type(module))
         state = module.__dict__.copy()
         object.__setattr__(copy, "__dict__", state)
         for name, value in state.items():
@@ -111,7 +118,7 @@ class _Copies:
     def mapping(self, mapping: dict) -> dict:
         if id(mapping) in self._made:
             return self._made[id(mapping)]
-        copy = self._kept(mapping, mapping.copy())
+        copy = self._made[id(mapping)] = mapping.copy()
         if not _SHARED.issuperset(map(type, copy.values())):
             for key, value in copy.items():
                 copy[key] = self.of(value)
@@ -125,7 +132,7 @@ class _Copies:
         """A list, deque or set."""
         if id(values) in self._made:
             return self._made[id(values)]
-        copy = self._kept(values, values.copy())
+        copy = self._made[id(values)] = values.copy()
         if not _SHARED.issuperset(map(type, values)):
             entries = [self.of(value) for value in values]
             copy.clear()

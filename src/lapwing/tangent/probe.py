@@ -26,7 +26,7 @@ from lapwing.tangent.fallback import gradients, pull_back
 from lapwing.tangent.inputs import batch_size, call, take
 from lapwing.tangent.record import Event, Record, Recorder
 from lapwing.tangent.samples import SampleAxis, candidates, changed_sample, differs, not_zero
-from lapwing.tangent.uses import Broadcast, Use
+from lapwing.tangent.uses import Use
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,9 +159,8 @@ def _possible(use: Use, sizes: list[int], batch: int) -> list[SampleAxis]:
         return []
     if batch == 1:  # every position belongs to the one sample, and any axis along which no parameter varies will do
         found = [SampleAxis(axis, 1, 1, size) for axis, size in enumerate(sizes)]
-        return [axis for axis in found if not (isinstance(use, Broadcast) and use.blocked(axis.axis))][:1]
-    found = candidates(sizes, batch)
-    return [axis for axis in found if not (isinstance(use, Broadcast) and use.blocked(axis.axis))]
+        return [axis for axis in found if not use.blocked(axis.axis)][:1]
+    return [axis for axis in candidates(sizes, batch) if not use.blocked(axis.axis)]
 
 
 def _forward_consistent(use: Use, base: Event, other: Event, found: list[SampleAxis], sample: int) -> list[SampleAxis]:

@@ -7,8 +7,9 @@ without a rule makes its parameters *opaque*: they are differentiated sample by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +45,7 @@ _SAME_ENTRIES = frozenset(
     getattr(Tensor, name)
     for name in ("to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone")
 )
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _SIZES = frozenset((int, str, bool))
 _NESTED = frozenset((list, tuple))
 
@@ -158,7 +160,7 @@ class Recorder(TorchFunctionMode):
         self._sources[id(tensor)] = (tensor, source, tensor._version)
 
     def _mark(self, out: Any) -> None:
-        self._data.add(*(out if isinstance(out, (list, tuple)) else (out,)))
+        self._data.add(*_listed(out))
 
     def _meets_data(self, args: tuple, kwargs: dict) -> bool:
         """Whether an operation reads parameters, and data where it expects them: in its first two arguments."""
@@ -196,7 +198,7 @@ class Recorder(TorchFunctionMode):
         if not read or maybe_current_level() is not None:
             out = plain(*args, **kwargs)
             if data:
-                self._data.add(target, *(out if isinstance(out, (list, tuple)) else (out,)))
+                self._data.add(target, out) if isinstance(out, Tensor) else self._data.add(target, *_listed(out))
             if routed:
                 self._reordered(out, target)
             return out
@@ -254,8 +256,8 @@ class Recorder(TorchFunctionMode):
         self.record.events.append(Event(name, kept, None, dependent))
 
     def _note(self, func, name: str, args, kwargs, out, read: list[Tensor], data: bool, onward: list[Key]) -> None:
-        outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
-        if not any(t.requires_grad for t in outs):
+        outs = [out] if isinstance(out, Tensor) else [t for t in _listed(out) if isinstance(t, Tensor)]
+        if not any(map(_REQUIRES_GRAD, outs)):
             if data:
                 self._mark(out)
             return
@@ -263,7 +265,7 @@ class Recorder(TorchFunctionMode):
         dependent = data or number in self._dependent
         use = None
         if dependent:
-            self._mark(out)
+            self._data.add(*outs)
             use = self._use(func, args, kwargs, out, read, name, onward)
         else:
             self._derive(func, outs, read, name)
@@ -304,6 +306,10 @@ class Recorder(TorchFunctionMode):
         if func in _SAME_ENTRIES:
             return first
         return view_alias(out, self._parameters[first.name], self._whole[first.name])
+
+
+def _listed(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, (list, tuple)) else (out,)
 
 
 def _given(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Any]]:

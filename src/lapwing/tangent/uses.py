@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -53,6 +54,10 @@ class Use(ABC):
     @abstractmethod
     def features(self) -> int:
         """Number of trailing feature axes of `positions`."""
+
+    def blocked(self, axis: int) -> bool:
+        """Whether a parameter varies along this axis of y (which then cannot be the sample axis)."""
+        return False
 
     @abstractmethod
     def pieces(
@@ -108,12 +113,13 @@ class Contraction(Use):
         left = samples.split(self.left(grad.to(dtype)), lead=1, features=2)
         if self.weight is None:
             return self._bias_rows(left, pull)
-        viewed = self.weight.factorised(self.split, self.perm) if isinstance(self.weight, Alias) else None
-        joint = viewed is not None and isinstance(self.bias, Alias) and self.bias.in_order
+        layout = None
+        if isinstance(self.weight, Alias):
+            bias = self.bias if isinstance(self.bias, Alias) else None
+            layout = _layout(self.weight, bias, self.split, self.perm, self.groups, self.rows, self.cols)
+        joint = layout is not None and layout.bias is not None
         right = samples.split(_held(self.right(joint)).to(dtype), lead=0, features=2)
-        if isinstance(self.weight, Alias) and viewed is not None:
-            bias = self.bias.start if joint and isinstance(self.bias, Alias) else None
-            layout = MatrixLayout(self.weight.start, *viewed, self.groups, self.rows, self.cols, bias)
+        if layout is not None:
             pieces: list[Piece] = [OuterRows(layout, left, right)]
         else:
             local = MatrixLayout(0, self.split, self.perm, self.groups, self.rows, self.cols)
@@ -124,6 +130,16 @@ class Contraction(Use):
 
     def _bias_rows(self, left: Tensor, pull: PullBack) -> list[Piece]:
         return [] if self.bias is None else spread(self.bias, left.sum(2).flatten(2), pull)
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    weight: Alias, bias: Alias | None, split: tuple[int, ...], perm: tuple[int, ...], groups: int, rows: int, cols: int
+) -> MatrixLayout | None:
+    """Where the entries of a weight lie, joined with its bias if that is in order; None if it is no dense view."""
+    viewed = weight.factorised(split, perm)
+    start = bias.start if bias is not None and bias.in_order else None
+    return None if viewed is None else MatrixLayout(weight.start, *viewed, groups, rows, cols, start)
 
 
 @dataclass
@@ -162,7 +178,6 @@ class Broadcast(Use):
         return out
 
     def blocked(self, axis: int) -> bool:
-        """Whether a parameter varies along this axis of y (which then cannot be the sample axis)."""
         for _, view, _ in self.terms:
             full = (1,) * (len(self.shape) - len(view)) + tuple(view)
             if full[axis] != 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -15,8 +16,7 @@ from torch import Tensor
 from lapwing.linalg.checks import normal
 from lapwing.linalg.contracts import Precision
 from lapwing.linalg.kronecker.rotation import EigenPart, each_part, rotated
-from lapwing.linalg.row_squares import Form, Lookup, add_grams, add_squares
-from lapwing.linalg.rows import MatrixLayout, Piece, rows_of
+from lapwing.linalg.rows import MatrixLayout, Piece, Weighed, add_grams, add_squares
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +53,23 @@ class KroneckerPrecision(Precision):
 
     @property
     def _inverse(self) -> list[EigenPart]:
+        kept = None if torch.is_inference_mode_enabled() else self._kept_inverse
+        return [replace(part, values=part.values.reciprocal()) for part in self.parts] if kept is None else kept
+
+    @cached_property
+    def _kept_inverse(self) -> list[EigenPart] | None:
+        """None where derivatives are taken: each needs a graph of its own."""
+        if any(part.values.requires_grad for part in self.parts):
+            return None
         return [replace(part, values=part.values.reciprocal()) for part in self.parts]
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
         """Without sharing sum_j (g Q_G)_j (g' Q_G)_j [(a Q_A)^2 D^T]_j, with D the inverse eigenvalues."""
-        return add_grams(self._weighted(pieces), *rows_of(pieces[0]))
+        return add_grams(self._weighted(pieces), *pieces[0].shape)
 
     def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
-        return add_squares(self._weighted(pieces), *rows_of(pieces[0]))
+        return add_squares(self._weighted(pieces), *pieces[0].shape)
 
-    def _weighted(self, pieces: Sequence[Piece]) -> Iterator[tuple[slice, Form, Tensor]]:
-        for points, form, part in rotated(self.layout, self._inverse, pieces):
-            # a lookup has one weight per entry of the table, and the table is one group
-            yield points, form, part.values[0] if isinstance(form, Lookup) else part.values
+    def _weighted(self, pieces: Sequence[Piece]) -> Iterator[Weighed]:
+        for points, rows, part in rotated(self.layout, self._inverse, pieces):
+            yield points, rows, part.values

@@ -1,4 +1,4 @@
-"""Rows of a Jacobian in the eigenbasis Q_G (x) Q_A of a Kronecker block, in the forms of `gram.py`.
+"""Rows of a Jacobian in the eigenbasis Q_G (x) Q_A of a Kronecker block, as pieces to be squared.
 
 `Q diag(values) Q^T` itself is a list of `EigenPart`: products with it, its diagonal, and squares of rows in its basis.
 Without sharing each side is rotated on its own, N I^2 + R N O^2, or R O^2 where the left side is the same for all data
@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.row_squares import Form, Formed, Lookup, Outer, once
 from lapwing.linalg.rows import (
     CACHE,
     DEFAULT_BUDGET,
+    DenseRows,
     LookupRows,
     MatrixLayout,
     OuterRows,
@@ -27,7 +27,7 @@ from lapwing.linalg.rows import (
     chunks,
     contract_bytes,
     contract_folded,
-    rows_of,
+    once,
 )
 
 
@@ -72,8 +72,8 @@ def each_part(
 def square_sums(layout: MatrixLayout, parts: Sequence[EigenPart], pieces: Sequence[Piece]) -> list[Tensor]:
     """sum over rows of (Q_G^T row Q_A)^2 for every part: the diagonal, in its basis, of the curvature of the rows."""
     totals = [torch.zeros_like(part.values) for part in parts]
-    for _, form, part in rotated(layout, parts, pieces):
-        totals[next(i for i, each in enumerate(parts) if each is part)] += form.total(part.values.shape)
+    for _, rows, part in rotated(layout, parts, pieces):
+        totals[next(i for i, each in enumerate(parts) if each is part)] += rows.total(part.values.shape)
     return totals
 
 
@@ -82,46 +82,45 @@ def swept(
     parts: Sequence[EigenPart],
     pieces: Sequence[Piece],
     precisions: Float[Tensor, " k"],
-    outer: Callable[[Outer, EigenPart], Float[Tensor, "k n r"]] | None = None,
+    outer: Callable[[OuterRows, EigenPart], Float[Tensor, "k n r"]] | None = None,
 ) -> Float[Tensor, "k n r"]:
     """Squares of rows under 1 / (values + precision), for each precision; `outer` is a faster way without sharing."""
-    count, batch = rows_of(pieces[0])
+    count, batch = pieces[0].shape
     total = parts[0].values.new_zeros(len(precisions), batch, count)
-    for points, form, part in rotated(layout, parts, pieces, DEFAULT_BUDGET // 4):
-        if outer is not None and isinstance(form, Outer):
-            total[:, points] += outer(form, part)
+    for points, rows, part in rotated(layout, parts, pieces, DEFAULT_BUDGET // 4):
+        if outer is not None and isinstance(rows, OuterRows):
+            total[:, points] += outer(rows, part)
         else:
-            values = part.values[0] if isinstance(form, Lookup) else part.values
-            total[:, points] += form.sweep(values, precisions)
+            total[:, points] += rows.sweep(part.values, precisions)
     return total
 
 
 def rotated(
     layout: MatrixLayout, parts: Sequence[EigenPart], pieces: Sequence[Piece], budget: int | None = None
-) -> Iterator[tuple[slice, Form, EigenPart]]:
+) -> Iterator[tuple[slice, Piece, EigenPart]]:
     """(data points, their rows in the eigenbasis, the part of the matrix they belong to); the sum is over all."""
     only = pieces[0] if len(pieces) == 1 else None
-    if isinstance(only, OuterRows) and only.layout == layout:
+    if isinstance(only, OuterRows) and (only.layout is layout or only.layout == layout):
         return _outer(parts, only) if only.shared == 1 else _shared(layout, parts, only, budget or CACHE)
     if isinstance(only, LookupRows) and only.layout == layout and len(parts) == 1 and parts[0].row_vectors is None:
         return _table(parts[0], only)
     return _formed(layout, parts, pieces)
 
 
-def _outer(parts: Sequence[EigenPart], piece: OuterRows) -> Iterator[tuple[slice, Form, EigenPart]]:
-    left, right = once(piece.left[:, :, 0]), piece.right[:, 0]
-    turned, by = left, None
+def _outer(parts: Sequence[EigenPart], piece: OuterRows) -> Iterator[tuple[slice, Piece, EigenPart]]:
+    left = turned = once(piece.left)
+    everything, by = slice(0, len(piece.right)), None
     for part in parts:
         if part.row_vectors is not None and part.row_vectors is not by:  # parts share it: a block has one output side
             turned, by = _rotate_vectors(left, part.row_vectors), part.row_vectors
-        inputs = _rotate_vectors(right[..., part.part], part.col_vectors)
-        yield slice(0, len(right)), Outer(turned, inputs), part
+        inputs = piece.right if len(parts) == 1 else piece.right[..., part.part]
+        yield everything, OuterRows(piece.layout, turned, _rotate_vectors(inputs, part.col_vectors)), part
 
 
 def _shared(
     layout: MatrixLayout, parts: Sequence[EigenPart], piece: OuterRows, budget: int
-) -> Iterator[tuple[slice, Form, EigenPart]]:
-    count, batch = rows_of(piece)
+) -> Iterator[tuple[slice, Piece, EigenPart]]:
+    count, batch = piece.shape
     rows_before = piece.shared < layout.width
     cols_before = piece.shared < count * layout.rows
     for part in parts:
@@ -133,24 +132,24 @@ def _shared(
             matrix = contract_folded(left, right[points])
             matrix = _rotate_last(matrix, None if cols_before else part.col_vectors)
             matrix = _rotate_last(matrix.mT, None if rows_before else part.row_vectors).mT
-            yield points, Formed(matrix.flatten(2)), part
+            yield points, DenseRows(0, matrix.flatten(2).transpose(0, 1)), part
 
 
-def _table(part: EigenPart, piece: LookupRows) -> Iterator[tuple[slice, Form, EigenPart]]:
+def _table(part: EigenPart, piece: LookupRows) -> Iterator[tuple[slice, Piece, EigenPart]]:
     """A table is diagonal along its rows, so that only its columns are rotated; it has no bias and no groups."""
     left = _rotate_vectors(piece.left.unsqueeze(-2), part.col_vectors).squeeze(-2)
-    yield slice(0, left.shape[1]), Lookup(left, piece.index), part
+    yield slice(0, left.shape[1]), LookupRows(piece.layout, left, piece.index), part
 
 
 def _formed(
     layout: MatrixLayout, parts: Sequence[EigenPart], pieces: Sequence[Piece]
-) -> Iterator[tuple[slice, Form, EigenPart]]:
-    count, batch = rows_of(pieces[0])
+) -> Iterator[tuple[slice, Piece, EigenPart]]:
+    count, batch = pieces[0].shape
     size = layout.groups * layout.rows * layout.width
     for points in chunks(batch, 4 * 8 * count * size, DEFAULT_BUDGET):
         matrix = layout.gather(assemble(pieces, size, points))
         for part in parts:
-            yield points, Formed(part.rotate(matrix[..., part.part]).flatten(2).transpose(0, 1)), part
+            yield points, DenseRows(0, part.rotate(matrix[..., part.part]).flatten(2)), part
 
 
 def _rotate_vectors(vectors: Float[Tensor, "*batch groups d"], rotation: Tensor | None) -> Tensor:

@@ -50,8 +50,7 @@ from lapwing.linalg.kronecker.factors import (
 from lapwing.linalg.kronecker.precision import KroneckerPrecision
 from lapwing.linalg.kronecker.rotation import EigenPart, swept
 from lapwing.linalg.kronecker.sweep import outer_sweep
-from lapwing.linalg.row_squares import Outer
-from lapwing.linalg.rows import MatrixLayout, Piece
+from lapwing.linalg.rows import MatrixLayout, OuterRows, Piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +173,8 @@ class Kronecker(Curvature):
             check_positive((part.values.min() + precisions.min()).detach(), "Kronecker curvature + prior")
             self._check_ranks(cols[part.part.start], part, precisions)
 
-        def outer(form: Outer, part: EigenPart) -> Tensor:
-            return outer_sweep(form, row_values, cols[part.part.start], precisions)
+        def outer(rows: OuterRows, part: EigenPart) -> Tensor:
+            return outer_sweep(rows, row_values, cols[part.part.start], precisions)
 
         return swept(self.layout, [part for part, _ in found], pieces, precisions, outer)
 

@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lapwing.linalg.row_squares import Outer
-from lapwing.linalg.rows import DEFAULT_BUDGET, chunks
+from lapwing.linalg.rows import DEFAULT_BUDGET, OuterRows, chunks
 
 ORDER, STEP = 12, 1 / 3
 """Points of a local polynomial and their distance in log l: error (STEP / pi)^ORDER (1/2 3/2 ... 11/2)^2, or 5e-8."""
@@ -60,7 +59,7 @@ def spread(values: Float[Tensor, "groups d"], floor: float) -> Nodes:
 
 
 def outer_sweep(
-    rows: Outer,
+    rows: OuterRows,
     row_values: Float[Tensor, "groups rows"],
     col_values: Float[Tensor, "groups width"],
     precisions: Float[Tensor, " k"],
@@ -71,7 +70,7 @@ def outer_sweep(
     floor = NEGLIGIBLE * float(precisions.min())
     row_nodes = spread(row_values, floor / max(float(col_values.max()), torch.finfo(torch.float64).tiny))
     col_nodes = spread(col_values, floor / max(float(row_values.max()), torch.finfo(torch.float64).tiny))
-    (count, _, groups, outputs), (batch, _, width) = rows.left.shape, rows.right.shape
+    (count, _, _, groups, outputs), (batch, _, _, width) = rows.left.shape, rows.right.shape
     pairs, many = row_nodes.count + col_nodes.count, len(precisions)
     one_by_one = many * groups * outputs * (width + count)
     by_nodes = groups * (width * col_nodes.count + count * row_nodes.count * (outputs + pairs)) + count * pairs * many
@@ -81,12 +80,12 @@ def outer_sweep(
 
 
 def node_sweep(
-    rows: Outer, row_nodes: Nodes, col_nodes: Nodes, precisions: Float[Tensor, " k"]
+    rows: OuterRows, row_nodes: Nodes, col_nodes: Nodes, precisions: Float[Tensor, " k"]
 ) -> Float[Tensor, "k n r"]:
     """g^2 and a^2 on their nodes, convolved: the mass of every data point and row at every node of log l_o l_i."""
     dtype = rows.right.dtype
-    left = rows.left.square().permute(1, 2, 0, 3)  # [n or 1, k, r, o]
-    right = rows.squared_right.unsqueeze(-2)  # [n, k, 1, i]
+    left = rows.left[:, :, 0].square().permute(1, 2, 0, 3)  # [n or 1, k, r, o]
+    right = rows.right[:, 0].square().unsqueeze(-2)  # [n, k, 1, i]
     g, a = left @ row_nodes.weights.to(dtype), (right @ col_nodes.weights.to(dtype)).squeeze(-2)
     g_zero, g_all = left @ row_nodes.zero.to(dtype).unsqueeze(-1), left.sum(-1, keepdim=True)
     a_zero, a_rest = (right @ zero.to(dtype).unsqueeze(-1) for zero in (col_nodes.zero, ~col_nodes.zero))

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperationError
-from lapwing.estimate.accumulators import Matrix, role_of
+from lapwing.estimate.accumulators import Matrix
 from lapwing.estimate.kronecker import KroneckerOptions, _is_matrix, _upright, name_of
 from lapwing.estimate.propagated.recursion.refusal import ALTERNATIVES, refuse
-from lapwing.estimate.propagated.recursion.sample_axes import Batch, Place
+from lapwing.estimate.propagated.recursion.sample_axes import Place, TapedBatch
 from lapwing.estimate.propagated.recursion.structure import Structure
 from lapwing.estimate.propagated.recursion.uses import without_bias
-from lapwing.linalg import DenseRows, LookupRows, OuterRows, Piece
+from lapwing.linalg import LookupRows, OuterRows, Piece
 from lapwing.linalg.rows import chunks, connected
 from lapwing.tangent.samples import SampleAxis
 from lapwing.tangent.uses import Contraction, Lookup
@@ -30,7 +30,7 @@ from lapwing.tape.nodes import Value
 
 
 @dataclass
-class Member:
+class WeightUse:
     """One use of a weight: the number of its node, its output, and where entry (t, k, o) of it lies."""
 
     number: int
@@ -50,11 +50,11 @@ class Member:
         like = self.structure.frame.like
         zero = like.expand(1, *self.home.batched(batch))
         (piece, *_) = use.pieces(zero, self._samples(use, batch), like.dtype, _no_derived)
-        if isinstance(piece, DenseRows):
+        if not isinstance(piece, (OuterRows, LookupRows)):
             _no_derived()
         return replace(piece, left=piece.left[:0])
 
-    def watched(self, batch: Batch) -> OuterRows | LookupRows:
+    def watched(self, batch: TapedBatch) -> OuterRows | LookupRows:
         use = self.structure.frame.sources.use(batch.tape.nodes[self.number])
         assert isinstance(use, (Contraction, Lookup))
         if isinstance(use, Contraction) and isinstance(self.use, Contraction) and self.use.bias is None:
@@ -90,7 +90,7 @@ class Weight:
     """A block: Kronecker factors of one weight, with all its uses."""
 
     block: Matrix
-    members: list[Member]
+    members: list[WeightUse]
     budget: int
     roles: dict[Value, str] = field(default_factory=dict)
 
@@ -99,15 +99,15 @@ class Weight:
         """Whether what lies between its uses counts: a reduced sum runs over the positions of all of them."""
         return self.block.reduce and len(self.members) > 1
 
-    def watch(self, batch: Batch) -> None:
+    def watch(self, batch: TapedBatch) -> None:
         pieces: list[Piece] = [member.watched(batch) for member in self.members]
         for member, piece in zip(self.members, pieces, strict=True):
-            role = role_of(piece, self.block.layout)
+            role = piece.role(self.block.layout)
             if role is None or self.roles.setdefault(member.out, role) != role:
                 raise refuse(member.use.operation, "it uses another part of its weight than in the first batch")
         self.block.add(pieces, first=True)
 
-    def arrived(self, first: Member, second: Member, G: Tensor, count: int) -> None:
+    def arrived(self, first: WeightUse, second: WeightUse, G: Tensor, count: int) -> None:
         """Adds N times what a pair of uses (usually one use and itself) has at the positions that share the weight."""
         role = self.roles[first.out]
         if self.roles[second.out] != role:
@@ -145,7 +145,7 @@ def _all_pairs(G: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
 # -- which uses form a block ----------------------------------------------------------------------------------------
 
 
-def members(structure: Structure) -> list[Member]:
+def members(structure: Structure) -> list[WeightUse]:
     found = []
     for number, use in sorted(structure.uses.items()):
         (out,) = structure.tape.nodes[number].outs
@@ -155,7 +155,7 @@ def members(structure: Structure) -> list[Member]:
             raise refuse(use.operation, "its weight meets no data")
         one, two = (use.positions(torch.empty(1, *shape, device="meta")) for shape in (home.shape, home.batched(2)))
         axis = next(i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b) - 1
-        found.append(Member(number, out, use, axis, structure))
+        found.append(WeightUse(number, out, use, axis, structure))
     return found
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.estimate.propagated.recursion.refusal import refuse
-from lapwing.estimate.propagated.recursion.sample_axes import Batch, Frame
+from lapwing.estimate.propagated.recursion.sample_axes import Frame, TapedBatch
 from lapwing.estimate.propagated.recursion.steps import Second, Step
 from lapwing.estimate.symmetric_sums import GramSum
 from lapwing.tangent.convolution import as_tuple
@@ -50,7 +50,7 @@ class MaxPool(Step):
     def inputs(self) -> list[Value]:
         return [self.source]
 
-    def watch(self, node: Node, batch: Batch) -> None:
+    def watch(self, node: Node, batch: TapedBatch) -> None:
         if self.gram is None:
             self.gram = GramSum(self.frame.like.new_zeros(1, self.at.numel(), self.at.numel()))
         chosen = self.frame.place[self.out].rows(self.places(node), batch.size, node.name)

@@ -67,7 +67,7 @@ class Frame:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class TapedBatch:
     """A recorded batch beside the structural tape: `value[v]` is what v is here."""
 
     tape: Tape

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.estimate.propagated.recursion.refusal import refuse
-from lapwing.estimate.propagated.recursion.sample_axes import Batch, Frame
+from lapwing.estimate.propagated.recursion.sample_axes import Frame, TapedBatch
 from lapwing.estimate.symmetric_sums import GramSum
 from lapwing.linalg.rows import chunks
 from lapwing.tangent.quiet import quiet
@@ -35,7 +35,7 @@ class Step(ABC):
         """The values that curvature is passed on to, each once."""
 
     @abstractmethod
-    def watch(self, node: Node, batch: Batch) -> None:
+    def watch(self, node: Node, batch: TapedBatch) -> None:
         """Takes the statistics of one batch; `node` is this operation there."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Scaled:
         return (1,) * (len(shape) - len(self.view)) + tuple(self.view)
 
 
-Slopes = Callable[[Node, Batch], list[Tensor | None]]
+Slopes = Callable[[Node, TapedBatch], list[Tensor | None]]
 """b of every scaled input, of the shape of the output; None for ones."""
 
 
@@ -102,7 +102,7 @@ class Smooth(Step):
 
     # -- statistics
 
-    def watch(self, node: Node, batch: Batch) -> None:
+    def watch(self, node: Node, batch: TapedBatch) -> None:
         if self.fixed and not self.trusted:
             self._prove_fixed(node, batch)
         if not self.scaled:
@@ -125,7 +125,7 @@ class Smooth(Step):
                     b_all, c_all = b.expand(rows, -1), c.expand(rows, -1)
                     _add(self.grams, (i, j), batch.size / rows * (b_all.mT @ c_all))
 
-    def _prove_fixed(self, node: Node, batch: Batch) -> None:
+    def _prove_fixed(self, node: Node, batch: TapedBatch) -> None:
         """J_n^T u = J^T u for one u, which is J_n = J but for u in a set of measure zero."""
         ones: dict[Value, Tensor] = {}
         for k, out in enumerate(self.node.outs):

@@ -17,7 +17,7 @@ from torch import Tensor
 from lapwing.errors import UnsupportedOperationError
 from lapwing.estimate.propagated.recursion.pool import POOLS, max_pool
 from lapwing.estimate.propagated.recursion.refusal import ALTERNATIVES, refuse
-from lapwing.estimate.propagated.recursion.sample_axes import Batch, Frame, Place
+from lapwing.estimate.propagated.recursion.sample_axes import Frame, Place, TapedBatch
 from lapwing.estimate.propagated.recursion.steps import CONVOLUTIONS, Scaled, Slopes, Smooth, Step, probe, slope_in
 from lapwing.estimate.propagated.recursion.uses import Sources, roots, running, terms, without_bias
 from lapwing.tangent import Tangent, rules
@@ -43,7 +43,7 @@ class Structure:
     uses: dict[int, Contraction | Lookup]
     tangent: Tangent
 
-    def batch(self, tape: Tape, size: int) -> Batch:
+    def batch(self, tape: Tape, size: int) -> TapedBatch:
         """A batch beside the structure; refused where it does something else."""
         value = _paired(self.tape, tape)
         if value is None or any(value[v].shape != place.batched(size) for v, place in self.frame.place.items()):
@@ -51,7 +51,7 @@ class Structure:
                 "the network takes another way through its operations for this batch than for the first data point; "
                 f"expected the same operations and shapes for all data. {ALTERNATIVES}"
             )
-        return Batch(tape, size, value)
+        return TapedBatch(tape, size, value)
 
 
 def structure(tangent: Tangent, x: Any, split: Callable[[Structure], Collection[int]]) -> Structure:
@@ -216,7 +216,7 @@ class _Builder:
             return self._scaled(node, [base], lambda node, batch: [slope_in(node, batch.value[base], device)])
         values = node.sources
 
-        def found(node: Node, batch: Batch) -> list[Tensor | None]:
+        def found(node: Node, batch: TapedBatch) -> list[Tensor | None]:
             (out,) = node.outs
             if out is not None and out.origin is not None:  # a parameter that only a batch of one does not broadcast
                 if len(values) > 1:
@@ -242,7 +242,7 @@ class _Builder:
             raise refuse(node.name, "nothing is known of it")
         device, (source,) = self.frame.like.device, sources
 
-        def found(node: Node, batch: Batch) -> list[Tensor | None]:
+        def found(node: Node, batch: TapedBatch) -> list[Tensor | None]:
             (out,) = node.outs
             assert out is not None
             slope = slope_in(node, batch.value[source], device)
@@ -267,7 +267,7 @@ class _Builder:
         through = data if node.function in _PRELUS else []
         scaled = [Scaled(v, tuple(v.shape)) for v in through] + scaled
 
-        def found(node: Node, batch: Batch) -> list[Tensor | None]:
+        def found(node: Node, batch: TapedBatch) -> list[Tensor | None]:
             (out,) = node.outs
             assert out is not None
             ones = [torch.ones(out.shape, dtype=out.dtype, device=self.frame.like.device)] if through else []

@@ -1,9 +1,9 @@
 """The way back of `kfra`: expected matrices between all values that are alive on a walk, from outputs to parameters.
 
-`Joint` holds G[u, v] [d_u, d_v] for every pair of live values. With M all of them and T_n the Jacobian of one step (the
-identity on values that the operation does not touch), a step is M <- E[T_n^T M T_n]. It keeps M positive semi-definite,
-and y = x + f(x) keeps its cross terms: between an operation and what runs beside it the mean Jacobian acts. A chain has
-one live value; memory O(d^2) per pair.
+`JointCurvature` holds G[u, v] [d_u, d_v] for every pair of live values. With M all of them and T_n the Jacobian of one
+step (the identity on values that the operation does not touch), a step is M <- E[T_n^T M T_n]. It keeps M positive
+semi-definite, and y = x + f(x) keeps its cross terms: between an operation and what runs beside it the mean Jacobian
+acts. A chain has one live value; memory O(d^2) per pair.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lapwing.tape.nodes import Value
 
 
 @dataclass
-class Joint:
+class JointCurvature:
     """Blocks of a symmetric matrix over live values, each pair once."""
 
     live: list[Value]
@@ -27,7 +27,7 @@ class Joint:
     def block(self, u: Value, v: Value) -> Tensor:
         return self.blocks[u, v] if (u, v) in self.blocks else self.blocks[v, u].mT
 
-    def back(self, step: Step, outs: Sequence[Value], kept: Collection[Value], count: int) -> Joint:
+    def back(self, step: Step, outs: Sequence[Value], kept: Collection[Value], count: int) -> JointCurvature:
         """M after a step; `kept` are outputs that stay live although nothing more is passed on from them."""
         inputs = step.inputs
         beside = [v for v in self.live if v not in outs or v in kept]
@@ -50,11 +50,11 @@ class Joint:
                     i, j = number[u], number[v]
                     shares.append(second[i, j] if i <= j else second[j, i].mT)
                 blocks[u, v] = shares[0] if len(shares) == 1 else sum(shares[1:], shares[0])
-        return Joint(live, blocks)
+        return JointCurvature(live, blocks)
 
-    def without(self, gone: Collection[Value]) -> Joint:
+    def without(self, gone: Collection[Value]) -> JointCurvature:
         live = [v for v in self.live if v not in gone]
-        return Joint(live, {pair: G for pair, G in self.blocks.items() if not {*pair} & {*gone}})
+        return JointCurvature(live, {pair: G for pair, G in self.blocks.items() if not {*pair} & {*gone}})
 
 
 def walk_back(
@@ -64,7 +64,7 @@ def walk_back(
     count: int,
     kept: Collection[Value],
     arrived: Callable[[Value, Tensor], None],
-) -> Joint:
+) -> JointCurvature:
     """Applies steps, each with its outputs, last to first; `arrived` is told G[v, v] of a value when it is complete.
 
     Parameters are complete once every step that reads them was taken, and leave the walk then.
@@ -74,7 +74,7 @@ def walk_back(
     for step, _ in order:
         for value in step.inputs:
             readers[value] = readers.get(value, 0) + 1
-    joint = Joint([start], {(start, start): G})
+    joint = JointCurvature([start], {(start, start): G})
     for step, candidates in reversed(order):
         outs = [v for v in candidates if v in joint.live]
         for out in outs:
