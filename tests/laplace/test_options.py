@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -157,40 +158,39 @@ def test_a_gaussian_process_refuses_more_rows_than_its_limit() -> None:
 def test_a_gaussian_process_of_a_subset_is_the_posterior_of_those_points(subset: str) -> None:
     """By brute force over all pairs of points: exactly one of them has this posterior."""
     model, x, y = mlp(1), normal(5, 3), normal(5, 1)
+    pairs = {}
+    for i, j in combinations(range(5), 2):
+        full = Laplace(model, "regression", subset, "full", prior_precision=1.5)
+        full.fit([(x[[i, j]], y[[i, j]])])
+        pairs[i, j] = full(x)[1], full.log_marginal_likelihood()
     found = []
     for seed in (0, 1, 2):
         la = Laplace(model, "regression", subset, "gp", n_subset=2, seed=seed, prior_precision=1.5)
         la.fit([(x[:3], y[:3]), (x[3:], y[3:])])
         assert la.n_data == 2
-        fits = []
-        for i in range(5):
-            for j in range(i):
-                full = Laplace(model, "regression", subset, "full", prior_precision=1.5)
-                full.fit([(x[[i, j]], y[[i, j]])])
-                if torch.allclose(full(x)[1], la(x)[1], rtol=1e-7):
-                    torch.testing.assert_close(la.log_marginal_likelihood(), full.log_marginal_likelihood())
-                    fits.append((i, j))
-        assert len(fits) == 1
-        found.append(fits[0])
+        variance = la(x)[1]
+        (pair,) = [pair for pair, (other, _) in pairs.items() if torch.allclose(other, variance, rtol=1e-7)]
+        torch.testing.assert_close(la.log_marginal_likelihood(), pairs[pair][1])
+        found.append(pair)
     assert len(set(found)) > 1
 
 
 @pytest.mark.parametrize("structure", ["full", "diag", "kron"])
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
 def test_the_sampled_fisher_is_the_mean_over_its_draws(subset: str, structure: str) -> None:
-    """The mean of 36 draws has a sixth of the deviation of one: of the trace, by 16 seeds, to about a quarter."""
+    """The mean of 16 draws has a quarter of the deviation of one: of the trace, by 12 seeds, to about a third."""
     model, x, y = mlp(), normal(2, 3), labels(2)
     spread = []
-    for draws in (1, 36):
+    for draws in (1, 16):
         found = []
-        for seed in range(16):
+        for seed in range(12):
             la = Laplace(
                 model, "classification", subset, structure, estimator="mc", backend_kwargs={"mc_samples": draws}
             )
             la.fit([(x, y)], generator=torch.Generator().manual_seed(seed))
             found.append(la.H.sum() if structure == "diag" else dense(la).trace())
         spread.append(float(torch.stack(found).std()))
-    assert 2.5 < spread[0] / spread[1] < 15
+    assert 1.9 < spread[0] / spread[1] < 10
 
 
 # -- features, priors, temperature -----------------------------------------------------------------------------------
@@ -323,16 +323,16 @@ def test_a_link_by_name_is_the_function_of_that_name(link: str) -> None:
 
 
 def test_as_many_draws_as_asked_for() -> None:
-    """A mean over n draws has a deviation of d / sqrt(n): over 60 seeds, for 4 and 100 draws, a ratio of 5 (+- 0.7)."""
+    """A mean over n draws has a deviation of d / sqrt(n): over 24 seeds, for 4 and 64 draws, a ratio of 4 (+- 0.8)."""
     la = Laplace(mlp(), "classification", "all", "full", prior_precision=0.3)
     x = normal(1, 3)
     la.fit([(normal(8, 3), labels(8))])
     for how in ({"link_approx": "mc"}, {"pred_type": "nn"}):
         spread = []
-        for n in (4, 100):
-            seeds = [torch.Generator().manual_seed(seed) for seed in range(60)]
+        for n in (4, 64):
+            seeds = [torch.Generator().manual_seed(seed) for seed in range(24)]
             spread.append(float(torch.stack([la(x, n_samples=n, generator=g, **how)[0, 0] for g in seeds]).std()))
-        assert 2.5 < spread[0] / spread[1] < 9
+        assert 2 < spread[0] / spread[1] < 8
         some = la.predictive(x, n_samples=4, **how)
         assert some.shape == (1, 2)
 
@@ -477,7 +477,7 @@ def test_a_grid_with_a_noise_for_each_output(method: str) -> None:
     best = min(scores, key=scores.__getitem__)
     la.prior_precision, la.temperature = 1.0, 1.0
     search = {"log_prior_prec_min": -1, "log_prior_prec_max": 2, "grid_size": 4}
-    search |= {"counts": [20, 2]} if method == "pseudo_data" else {}
+    search |= {"counts": [20.0, 2.0]} if method == "pseudo_data" else {}
     la.optimize_prior_precision(method=method, val_loader=[(x[10:], y[10:])], **search)
     assert (la.prior_precision.item(), la.temperature.item()) == pytest.approx(best)
 
