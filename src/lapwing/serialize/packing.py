@@ -57,13 +57,7 @@ register(
     linalg.Independent,
     row_set.RowSet,
     GaussianFit,
-    likelihoods.Bernoulli,
-    likelihoods.BernoulliMixture,
-    likelihoods.Categorical,
-    likelihoods.Gaussian,
-    likelihoods.HeteroscedasticGaussian,
-    likelihoods.Poisson,
-    likelihoods.Preference,
+    *likelihoods.FINAL,
 )
 
 
