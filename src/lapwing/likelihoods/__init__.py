@@ -28,7 +28,19 @@ from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.likelihoods.preference import Preference
 
+FINAL: tuple[type[Likelihood], ...] = (
+    Bernoulli,
+    BernoulliMixture,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Poisson,
+    Preference,
+)
+"""Classes that can be stored in a file and made again from it."""
+
 __all__ = [
+    "FINAL",
     "Bernoulli",
     "BernoulliMixture",
     "Categorical",

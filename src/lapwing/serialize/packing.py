@@ -49,13 +49,7 @@ register(
     rows.LookupRows,
     rows.DenseRows,
     GaussianFit,
-    likelihoods.Bernoulli,
-    likelihoods.BernoulliMixture,
-    likelihoods.Categorical,
-    likelihoods.Gaussian,
-    likelihoods.HeteroscedasticGaussian,
-    likelihoods.Poisson,
-    likelihoods.Preference,
+    *likelihoods.FINAL,
 )
 
 
