@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from lapwing.distributions import Distribution
 from lapwing.errors import NotFittedError, OptionError, ParameterError
 from lapwing.estimate.data_pass import Watched
 from lapwing.evidence import Evidence, GaussianFit
@@ -46,7 +47,7 @@ from lapwing.laplace.names import choose
 from lapwing.laplace.setup import Setup
 from lapwing.laplace.structures import AnyTangent, Recipe, exceptions, recipe
 from lapwing.laplace.tasks import likelihood_of, noise_of
-from lapwing.likelihoods import Categorical, Likelihood, Preference
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, DenseRows, Diagonal, LinearMap, Precision
 from lapwing.linalg.autocast import outside_autocast
 from lapwing.linalg.checks import normal
@@ -568,8 +569,8 @@ class BaseLaplace:
         pred_type = self._pred_type(pred_type)
         link = choose(link_approx, predictions.LINKS, "link_approx")
         posterior = self.posterior
-        likelihood = Categorical() if fitting and isinstance(self.distribution, Preference) else self.distribution
-        classes = predictions.has_probabilities(likelihood)
+        likelihood = self.distribution.of_targets() if fitting else self.distribution
+        classes = likelihood.has_probabilities
         if joint and pred_type == "nn":
             raise OptionError(
                 "joint=True goes with pred_type='glm'; found 'nn'. Use functional_samples, which are joint."
@@ -585,6 +586,58 @@ class BaseLaplace:
                 arguments = likelihood, link, whole(n_samples), generator
                 return predictions.probabilities(posterior, linear, *arguments)
             return predictions.moments(posterior, linear, joint=joint, diagonal=diagonal_output)
+
+    def predict_proba(
+        self, x: Any, link_approx: str = "probit", n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "batch *out"]:
+        """Probabilities of classes or events, [B, *out]. As `la(x)`, with one type of answer."""
+        if not self.distribution.has_probabilities:
+            raise OptionError(
+                f"probabilities were asked of a {type(self.distribution).__name__} likelihood, which predicts numbers; "
+                "expected one of classes or events. Use predict_moments or predict_distribution."
+            )
+        answer = self(x, "glm", link_approx=link_approx, n_samples=n_samples, generator=generator)
+        assert isinstance(answer, Tensor)
+        return answer
+
+    @outside_autocast
+    def predict_moments(
+        self, x: Any, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+        """Mean [B, *out] and covariance [B, C, C] of the outputs f(x), of logits too; without observation noise.
+
+        `joint=True` gives [B C] and [B C, B C], `diagonal_output=True` variances in the shape of the outputs.
+        """
+        posterior = self.posterior
+        with self._working():
+            return predictions.moments(posterior, self.linearise(x), joint=joint, diagonal=diagonal_output)
+
+    def predict_distribution(self, x: Any) -> Distribution:
+        """The law of new targets, noise included: mean, deviation, interval(0.9), log_prob(y), cdf(y), draw(n).
+
+        Targets stand one after the other, [B D] for D of them in a data point. For classes and events there are
+        `predict_proba`.
+
+        >>> x = torch.tensor([[1.0], [2.0]])
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> with torch.no_grad(): _ = model.weight.fill_(1.0)
+        >>> from lapwing import Laplace
+        >>> la = Laplace(model, "regression", "all", "full", sigma_noise=0.1)
+        >>> la.fit([(x, x)])
+        >>> predicted = la.predict_distribution(x)
+        >>> low, high = predicted.interval(0.9)
+        >>> bool((low < predicted.mean).all()), (high - low).round(decimals=2).tolist()
+        (True, [0.36, 0.44])
+        """
+        mean, variance = self.predict_moments(x, diagonal_output=True)
+        likelihood = self.distribution
+        law = likelihood.predictive(likelihood.to_last(mean), likelihood.to_last(variance), self.sigma_noise.detach())
+        if law is None:
+            raise OptionError(
+                f"there is no closed form for the targets of a {type(likelihood).__name__} likelihood; expected "
+                "numbers or counts. Use predict_proba for classes and events, predictive_samples for others."
+            )
+        return law
 
     def predictive(self, x: Any, pred_type: str = "glm", link_approx: str = "probit", n_samples: int = 100) -> Any:
         """As calling the object."""

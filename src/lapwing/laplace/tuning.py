@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log
 from typing import Any
 
@@ -19,7 +19,7 @@ from lapwing.evidence import Evidence
 from lapwing.evidence import grid as validation
 from lapwing.laplace.hyper import HyperParameters, precisions_of, prior_of
 from lapwing.laplace.names import PriorStructure, TuningMethod, choose
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, LinearMap
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian as GaussianPosterior
@@ -178,7 +178,7 @@ def _check_no_loss(loss: Callable | None) -> None:
 
 def _score(distribution: Likelihood, loss: Callable | None) -> validation.Score | None:
     """A function of the user: loss(probabilities, y), and loss(mean, variance, y) where numbers are predicted."""
-    if loss is None or isinstance(loss, validation.Metric) or isinstance(distribution, (Categorical, Bernoulli)):
+    if loss is None or isinstance(loss, validation.Metric) or distribution.has_classes:
         return loss
 
     def score(prediction: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> object:
@@ -200,8 +200,8 @@ def _scores_of_draws(
     kept, likelihood = [pair(batch) for batch in pairs], search.distribution
     if not kept:
         raise DataError("the validation loader yields no batch; expected at least one (x, y) pair.")
-    if isinstance(likelihood, Gaussian) and search.evidence.has_noise:
-        likelihood = replace(likelihood, sigma=float(search.hyper.sigma_noise))
+    if search.evidence.has_noise:
+        likelihood = likelihood.at_noise(float(search.hyper.sigma_noise))
     seed = torch.initial_seed() if generator is None else generator.initial_seed()
     scores = []
     for precision, temperature in candidates:

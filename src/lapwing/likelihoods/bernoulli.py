@@ -89,7 +89,8 @@ class Bernoulli(Positionwise):
         return torch.sigmoid(f)
 
     def _outputs_of(self, p: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
-        return torch.logit(p, eps=torch.finfo(p.dtype).tiny)
+        limits = torch.finfo(p.dtype)  # below one by as much as can be told from it
+        return torch.logit(p.clamp(limits.tiny, 1 - limits.eps))
 
     def refuse_probabilities(self, f: Float[Tensor, "batch *outputs"]) -> None:
         if f.numel() >= FEW_LOGITS and bool((f >= 0).all()) and bool((f <= 1).all()):

@@ -19,7 +19,7 @@ from lapwing.errors import DataError
 from lapwing.estimate.data_pass import no_batch, pairs
 from lapwing.evidence import Evidence
 from lapwing.evidence.seen import Seen
-from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 from lapwing.priors import Prior
 from lapwing.tangent import Tangent
@@ -45,9 +45,7 @@ class Objective:
 
     def at(self, sigma: float) -> Likelihood:
         """The likelihood at a noise level, where there is one."""
-        if isinstance(self.likelihood, Gaussian) and self.has_noise:
-            return replace(self.likelihood, sigma=sigma)
-        return self.likelihood
+        return self.likelihood.at_noise(sigma) if self.has_noise else self.likelihood
 
     def under(self, prior: Prior, sigma: float) -> Gradient:
         """Losses and gradients of batches. The gradient is scaled by T sigma^2; the loss that is returned is not."""
