@@ -148,7 +148,8 @@ class ScaleMixture(Distribution):
         start = torch.special.ndtri(torch.full_like(self.mean, (1 + level) / 2))
         return self._averaged(part, start) * (self._log_unit / 2).exp()
 
-    cdf = below
+    def cdf(self, y: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        return self.below(y)
 
     def interval(self, level: float) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
         """mean -+ `half`."""
