@@ -162,11 +162,11 @@ class Precision(ABC):
 
     def variances(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs"]:
         """The diagonal of `covariance`, without the rest of it: what many outputs allow."""
-        return torch.cat([self.squares(part.pieces()) for part in linear_map.parts()])
+        return _joined([self.squares(part.pieces()) for part in linear_map.parts()])
 
     def covariance(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs outputs"]:
         """J precision^-1 J^T of every input: the functional covariance, without [B, C, P]."""
-        return torch.cat([self.quadratic(part.pieces()) for part in linear_map.parts()])
+        return _joined([self.quadratic(part.pieces()) for part in linear_map.parts()])
 
     def joint(self, rows: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "batch outputs batch outputs"]:
         """J precision^-1 J^T between the outputs of all inputs, for rows that are spelled out."""
@@ -191,6 +191,10 @@ class Precision(ABC):
                 "(= P) numbers >= 0, as from ParamSpace.groups."
             )
         return variance.new_zeros(int(groups.max()) + 1).index_add(0, groups, variance)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 AnyCurvature = TypeVar("AnyCurvature", bound=Curvature)

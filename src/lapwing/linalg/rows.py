@@ -378,18 +378,10 @@ def once(left: Float[Tensor, "r n *rest"]) -> Float[Tensor, "r #n *rest"]:
 
 
 @dataclass(frozen=True, eq=False)
-class OuterRows(Piece):
-    """row[r,n] = sum_t left[r,n,t,k] (x) right[n,t,k] in the matrix [K, O, width] of `layout`.
-
-    Squares are those of rows without sharing, T = 1, where no row is ever formed: (g * (a^2 W^T)) g^T, O(N O I +
-    N R^2 O). Where g is the same for all data points (a last layer, whose outputs are its own) it may be held once.
-    """
+class MatrixRows(Piece):
+    """Rows in the entries of a matrix, as factors of it."""
 
     layout: MatrixLayout
-    left: Float[Tensor, "r #n t groups rows"]
-    right: Float[Tensor, "n t groups width"]
-
-    _by_point: ClassVar[tuple[str, ...]] = ("right",)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -398,6 +390,33 @@ class OuterRows(Piece):
     @property
     def place(self) -> MatrixLayout:
         return self.layout
+
+    def gather(self, v: Float[Tensor, " flat"]) -> Float[Tensor, "groups rows width"]:
+        return self.layout.gather(v)
+
+    def push(self, deltas: Float[Tensor, "s size"], out: Float[Tensor, "s n r"], budget: int) -> None:
+        left = self.by_row
+        each = left[0].numel() * left.element_size() + self.layout.width * self.layout.rows * 8
+        for part in chunks(len(deltas), 2 * each, budget):
+            out[part] += self._push(self.layout.gather(deltas[part]))
+
+    @abstractmethod
+    def _push(self, matrix: Float[Tensor, "s groups rows width"]) -> Float[Tensor, "s n r"]:
+        """row[r,n] . matrix[s]."""
+
+
+@dataclass(frozen=True, eq=False)
+class OuterRows(MatrixRows):
+    """row[r,n] = sum_t left[r,n,t,k] (x) right[n,t,k] in the matrix [K, O, width] of `layout`.
+
+    Squares are those of rows without sharing, T = 1, where no row is ever formed: (g * (a^2 W^T)) g^T, O(N O I +
+    N R^2 O). Where g is the same for all data points (a last layer, whose outputs are its own) it may be held once.
+    """
+
+    left: Float[Tensor, "r #n t groups rows"]
+    right: Float[Tensor, "n t groups width"]
+
+    _by_point: ClassVar[tuple[str, ...]] = ("right",)
 
     def at(self, place: MatrixLayout | Segment) -> OuterRows:
         assert isinstance(place, MatrixLayout)
@@ -451,12 +470,9 @@ class OuterRows(Piece):
     def add_to(self, out: Float[Tensor, "r n flat"], rows: slice) -> None:
         self.layout.scatter_add(contract(self.left[:, rows], self.right[rows]).transpose(0, 1), out)
 
-    def push(self, deltas: Float[Tensor, "s size"], out: Float[Tensor, "s n r"], budget: int) -> None:
-        values = self.left.flatten(3)
-        each = values[0].numel() * values.element_size() + self.layout.width * self.layout.rows * 8
-        for part in chunks(len(deltas), 2 * each, budget):
-            moved = torch.einsum("n t k i, s k o i -> s n t k o", self.right, self.layout.gather(deltas[part]))
-            out[part] += torch.einsum("r n t k o, s n t k o -> s n r", self.left, moved)
+    def _push(self, matrix: Float[Tensor, "s groups rows width"]) -> Float[Tensor, "s n r"]:
+        moved = torch.einsum("n t k i, s k o i -> s n t k o", self.right, matrix)
+        return torch.einsum("r n t k o, s n t k o -> s n r", self.left, moved)
 
     def pull(self, weights: Float[Tensor, "s n r"], out: Float[Tensor, "s params"]) -> None:
         moved = torch.einsum("s n r, r n t k o -> s n t k o", weights, self.left)
@@ -495,9 +511,6 @@ class OuterRows(Piece):
         for points in chunks(len(self.right), each, DEFAULT_BUDGET):
             met = torch.einsum("n k i, p k o i -> n p k o", self.right[points, 0], apart)
             yield torch.einsum("r k o, n p k o -> n r p", left, met)
-
-    def gather(self, v: Float[Tensor, " flat"]) -> Float[Tensor, "groups rows width"]:
-        return self.layout.gather(v)
 
     def squarable(self, budget: int | None = None) -> Iterator[tuple[slice, Piece]]:
         count = len(self.right)
@@ -554,27 +567,18 @@ class OuterRows(Piece):
 
 
 @dataclass(frozen=True, eq=False)
-class LookupRows(Piece):
+class LookupRows(MatrixRows):
     """row[r,n] = sum_t onehot(index[n,t]) (x) left[r,n,t] in the table [V, E] of `layout` (groups = 1).
 
     Positions with the index `padding` do not use the table; their `left` is zero. Only the entries that a data point
     looks up take part in its squares, each counted once.
     """
 
-    layout: MatrixLayout
     left: Float[Tensor, "r n t features"]
     index: Int[Tensor, "n t"]
     padding: int | None = None
 
     _by_point: ClassVar[tuple[str, ...]] = ("index",)
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        return self.layout.segments
-
-    @property
-    def place(self) -> MatrixLayout:
-        return self.layout
 
     def at(self, place: MatrixLayout | Segment) -> LookupRows:
         assert isinstance(place, MatrixLayout)
@@ -589,11 +593,8 @@ class LookupRows(Piece):
         table.scatter_add_(2, index[None, :, :, None].expand_as(left), left)
         self.layout.scatter_add(table.unsqueeze(2), out)
 
-    def push(self, deltas: Float[Tensor, "s size"], out: Float[Tensor, "s n r"], budget: int) -> None:
-        each = self.left[0].numel() * self.left.element_size() + self.layout.width * self.layout.rows * 8
-        for part in chunks(len(deltas), 2 * each, budget):
-            moved = self.layout.gather(deltas[part])[:, 0]
-            out[part] += torch.einsum("r n t e, s n t e -> s n r", self.left, moved[:, self.index])
+    def _push(self, matrix: Float[Tensor, "s 1 table features"]) -> Float[Tensor, "s n r"]:
+        return torch.einsum("r n t e, s n t e -> s n r", self.left, matrix[:, 0, self.index])
 
     def pull(self, weights: Float[Tensor, "s n r"], out: Float[Tensor, "s params"]) -> None:
         moved = torch.einsum("s n r, r n t e -> s n t e", weights, self.left).flatten(1, 2)
@@ -617,9 +618,6 @@ class LookupRows(Piece):
         table = left.new_zeros(*left.shape[:2], height, left.shape[-1])
         where = index.clamp(0, height - 1)[None, :, :, None].expand_as(left)
         return table.scatter_add_(2, where, left).flatten(2).transpose(0, 1)
-
-    def gather(self, v: Float[Tensor, " flat"]) -> Float[Tensor, "1 table features"]:
-        return self.layout.gather(v)
 
     @cached_property
     def _merged(self) -> tuple[Tensor, Tensor]:
