@@ -25,11 +25,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lapwing.distributions import Distribution
 from lapwing.errors import NotFittedError, OptionError, ParameterError
-from lapwing.estimate.data_pass import Watched
 from lapwing.evidence import Evidence, GaussianFit
+from lapwing.evidence.seen import Seen
 from lapwing.laplace import persistence, predictions, state, tuning
 from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
-from lapwing.laplace.data import Pairs, Seen, Tracked
+from lapwing.laplace.data import Pairs, Tracked
 from lapwing.laplace.fitted import Fitted
 from lapwing.laplace.hyper import (
     HyperParameters,
@@ -482,7 +482,7 @@ class BaseLaplace:
         pairs, tangent = self._tangent_for(pairs)
         seen = Seen(self.has_noise)
         if checkpoint is None:
-            watched = Watched(pairs, seen.start, seen.saw)
+            watched = seen.watching(pairs)
             added_to = None if override or self._fitted is None else self._fitted.curvature
             curvature = self.recipe(tangent, self.distribution, watched, generator, added_to)
         else:

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.estimate.data_pass import check_loss
+from lapwing.estimate.data_pass import check_loss, pair
 from lapwing.evidence import GaussianFit
 from lapwing.evidence.tuners import share_left
 from lapwing.laplace import BaseLaplace
@@ -35,6 +35,8 @@ from lapwing.likelihoods import Likelihood
 
 COVARIANCE = torch.logspace(-3, 3, 61, dtype=torch.float64)
 NOISE = torch.logspace(-1.5, 1, 51, dtype=torch.float64)
+TOGETHER = 2**18
+"""Numbers that are looked at in one go."""
 LEVERAGE = 0.95
 """The largest leverage of a row; the formula divides by one minus it."""
 ERRORS = 3.0
@@ -60,6 +62,20 @@ class HeldOut:
         """Of each target, for a covariance times c and noise times s."""
         return self.likelihood.target_log_prob(self.value, c * self.variance, self.targets, self.noise * s)
 
+    def totals(self, s: float) -> Float[Tensor, " factors"]:
+        """The sum over targets for a covariance times each of `COVARIANCE`, and noise times s."""
+        if not self.likelihood.adds_noise:
+            return torch.stack([self.log_prob(c, s).sum() for c in COVARIANCE.tolist()])
+        # with constant noise a row costs next to nothing, and a call does not: many factors at once
+        sums = []
+        for factors in COVARIANCE.split(max(1, TOGETHER // self.value.numel())):
+            count = len(factors)
+            value, targets = (each.repeat(count, 1) for each in (self.value, self.targets))
+            variance = (factors.reshape(-1, 1, 1) * self.variance).flatten(0, 1)
+            log_prob = self.likelihood.target_log_prob(value, variance, targets, self.noise * s)
+            sums.append(log_prob.reshape(count, -1).sum(1))
+        return torch.cat(sums)
+
 
 def calibrate(la: BaseLaplace, val_loader: Iterable[Any]) -> str:
     """Scales the posterior covariance, and a free noise level, to what held-out targets prefer; says what was done."""
@@ -75,8 +91,9 @@ def rescale(la: BaseLaplace, held_out: HeldOut, errors: float = 0.0) -> str:
     standard errors of the gain; else nothing changes. Says what was done."""
     sigmas = NOISE.tolist() if la.has_noise else [1.0]
     before = held_out.log_prob(1.0)
-    grid = [(c, s) for c in COVARIANCE.tolist() for s in sigmas]
-    c, s = max(grid, key=lambda pair: float(held_out.log_prob(*pair).sum()))
+    totals = torch.stack([held_out.totals(s) for s in sigmas], 1)
+    row, column = divmod(int(totals.argmax()), len(sigmas))
+    c, s = float(COVARIANCE[row]), sigmas[column]
     gains, n = held_out.log_prob(c, s) - before, held_out.count
     gain, error = float(gains.sum()), float(gains.std(correction=0)) * n**0.5
     means = f"mean log-likelihood {float(before.mean()):.4f} before"
@@ -101,9 +118,7 @@ def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
         return None
     values, variances, targets = [], [], []
     for batch in Pairs(loader, la.dict_key_y, la.space.device):
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise DataError(f"a batch of val_loader is a {type(batch).__name__}; expected a pair (x, y).")
-        x, y = batch
+        x, y = pair(batch, "a batch of val_loader")
         with torch.no_grad():
             linear = la.linearise(x)
             check_loss(likelihood, linear.value, y)

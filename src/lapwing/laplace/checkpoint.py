@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lapwing.errors import CurvatureError, DataError, LapwingError, OptionError, StorageError
 from lapwing.estimate.data_pass import Watched, no_batch
 from lapwing.estimate.dual_rows import LIMIT
-from lapwing.laplace.data import Seen
+from lapwing.evidence.seen import Seen
 from lapwing.laplace.descriptions import code_of, text
 from lapwing.laplace.identity import difference, further, structure
 from lapwing.laplace.persistence import described

@@ -12,10 +12,7 @@ from rich.progress import track
 
 from lapwing.errors import MissingKeyError
 from lapwing.estimate.data_pass import Wrapped, no_batch, one_shot
-from lapwing.evidence.seen import Seen
 from lapwing.tangent.inputs import moved
-
-__all__ = ["Pairs", "Seen", "Tracked", "peek"]
 
 
 @dataclass(frozen=True)
