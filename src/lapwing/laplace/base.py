@@ -567,9 +567,8 @@ class BaseLaplace:
         """
         x = _with_arguments(x, model_kwargs)
         pred_type = self._pred_type(pred_type)
-        link = choose(link_approx, predictions.LINKS, "link_approx")
-        posterior = self.posterior
         likelihood = self.distribution.of_targets() if fitting else self.distribution
+        link, posterior = predictions.chosen_link(likelihood, link_approx), self.posterior
         classes = likelihood.has_probabilities
         if joint and pred_type == "nn":
             raise OptionError(
@@ -758,7 +757,7 @@ class BaseLaplace:
             grid = tuning.Exponents(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
             tuning.check_scalar(prior_structure, chosen)
             pairs = self._held_out(val_loader, chosen)
-            link = choose(link_approx, predictions.LINKS, "link_approx")
+            link = predictions.chosen_link(self.distribution, link_approx)
             how = self._pred_type(pred_type), loss, link, whole(n_samples), generator
             with self._all_or_nothing(), self._working(), torch.no_grad():
                 if chosen == "gridsearch":

@@ -30,11 +30,6 @@ def chosen_link(likelihood: Likelihood, link: str) -> str:
     return choose(link, dict.fromkeys([*LINKS, *likelihood.links]), "link_approx")
 
 
-def has_probabilities(likelihood: Likelihood) -> bool:
-    """Whether predictions are probabilities; of preferences they are the rewards, numbers as in a regression."""
-    return likelihood.has_probabilities
-
-
 def predicted(likelihood: Likelihood, outputs: Float[Tensor, "draws batch *out"]) -> Float[Tensor, "draws batch *out"]:
     """Draws of outputs as predictions: probabilities for classes and events, else as they are."""
     return _predicted(likelihood, outputs) if likelihood.has_probabilities else outputs
@@ -53,7 +48,6 @@ def probabilities(
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "batch *prediction"]:
     """Class or event probabilities of the linearised network."""
-    link = chosen_link(likelihood, link)
     value = linear.value
     if link == "mc":
         few = value.dim() == 2 and value.shape[1] <= FEW_OUTPUTS

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
 from lapwing.errors import ModelError
 from lapwing.linalg.rows import DenseRows, Piece
@@ -80,7 +80,7 @@ def batched_grad(
     if len(cotangents) > 1 and together and not graph and not torch.is_anomaly_enabled():
         try:
             with quiet():
-                return _vectorised(output, inputs, cotangents)
+                return list(torch.autograd.grad((output,), inputs, (cotangents,), is_grads_batched=True, **options))
         except RuntimeError:
             pass  # a genuine error is raised again by the plain passes
     if len(cotangents) == 1:
@@ -100,18 +100,6 @@ def batched_grad(
                 found[i] = found[i].transpose(0, 1) if lead else found[i]
             found[i][r] = grad
     return [found.get(i) for i in range(len(inputs))]
-
-
-def _vectorised(output: Tensor | GradientEdge, inputs: Sequence[Any], cotangents: Tensor) -> list[Tensor | None]:
-    """`torch.autograd.grad(..., is_grads_batched=True)`, without the checks that take longer than a small network."""
-    level = torch._C._vmapmode_increment_nesting()
-    try:
-        batched = torch._add_batch_dim(cotangents, 0, level)
-        grads = _engine_run_backward((output,), (batched,), True, False, tuple(inputs), True, accumulate_grad=False)
-        count = len(cotangents)
-        return [None if grad is None else torch._remove_batch_dim(grad, level, count, 0) for grad in grads]
-    finally:
-        torch._C._vmapmode_decrement_nesting()
 
 
 def pull_back(
