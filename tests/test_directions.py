@@ -249,7 +249,7 @@ def test_a_layer_without_effect_has_no_direction() -> None:
 
 
 def test_it_is_a_name_of_the_package() -> None:
-    assert lapwing.directions is alignment
+    assert lapwing.alignment is alignment
 
 
 # -- conjugate gradients --------------------------------------------------------------------------------------------
