@@ -43,7 +43,7 @@ Model = Annotated[Path, typer.Argument(help="A file that `lapwing fit` has writt
 Data = Annotated[Path, typer.Argument(help="A CSV or Parquet file.", show_default=False)]
 
 
-class Task(StrEnum):
+class TaskKind(StrEnum):
     AUTO = "auto"
     REGRESSION = "regression"
     CLASSIFICATION = "classification"
@@ -80,7 +80,7 @@ def _top(
 def fit(
     data: Data,
     targets: Annotated[list[str], typer.Option("--target", help="The column to predict.", show_default=False)],
-    task: Annotated[Task, typer.Option(help="Amounts, classes, or what the column looks like.")] = Task.AUTO,
+    task: Annotated[TaskKind, typer.Option(help="Amounts, classes, or what the column looks like.")] = TaskKind.AUTO,
     out: Annotated[Path | None, typer.Option(help="Where to write the model; <data>.lapwing by default.")] = None,
     seed: Annotated[int, typer.Option(help="Of the split and the training; the same seed, the same result.")] = 0,
     network: Annotated[NetworkKind | None, typer.Option(help="Plain layers, or residual blocks.")] = None,

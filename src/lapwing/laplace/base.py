@@ -292,13 +292,16 @@ class BaseLaplace:
         """The Gaussian over the weights; kept until a hyper-parameter changes."""
         # kept with what it was made of: another thread may change a hyper-parameter meanwhile
         hyper = self.hyper
-        made_of = (self._fitted, hyper.prior_precision, hyper.sigma_noise, hyper.temperature)
+        fitted = self._fitted
+        precision, sigma, temperature = hyper.prior_precision, hyper.sigma_noise, hyper.temperature
         kept = self._posterior
-        if kept is not None and all(a is b for a, b in zip(kept[0], made_of, strict=True)):
-            return kept[1]
+        if kept is not None:
+            (was, *numbers), posterior = kept
+            if was is fitted and numbers[0] is precision and numbers[1] is sigma and numbers[2] is temperature:
+                return posterior
         with torch.inference_mode(False), torch.no_grad():
             posterior = Gaussian(self.fitted.mean, self.precision)
-        self._posterior = made_of, posterior
+        self._posterior = (fitted, precision, sigma, temperature), posterior
         return posterior
 
     @property

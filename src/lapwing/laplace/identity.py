@@ -72,8 +72,11 @@ class Fact:
         if tuple(self.module._modules.values()) != self.children:
             return False
         held = (*self.module._parameters.values(), *self.module._buffers.values())
-        if len(held) != len(self.tensors) or any(a is not b for a, b in zip(held, self.tensors, strict=True)):
+        if len(held) != len(self.tensors):
             return False
+        for own, kept in zip(held, self.tensors, strict=True):
+            if own is not kept:
+                return False
         kept, count = self.attributes, 0
         for name, value in now.items():
             if name in skipped or name in self.made:
@@ -98,7 +101,10 @@ class Fact:
 
 def _forward(kind: type) -> Any:
     """The class's `forward` as it is stored: that of a scripted module cannot be asked for without an instance."""
-    return next((vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each)), None)
+    for base in kind.__mro__:
+        if "forward" in base.__dict__:
+            return base.__dict__["forward"]
+    return None
 
 
 def _made(module: nn.Module) -> frozenset[str]:
@@ -270,8 +276,7 @@ class Kept:
 
     def difference(self, model: nn.Module, whole: bool = False) -> str:
         """What has changed, in words; empty where nothing has, as far as is looked (see above)."""
-        stands = self.facts[0].module is model and all(fact.stands(self.skipped) for fact in self.facts)
-        if stands and not whole:
+        if not whole and self._all_stand(model):
             moved = len(self.windows) > 1 and any(_mark(own) != (v, at) for own, v, at in self.marks)
             turn = self.turn = (self.turn + 1) % len(self.windows)
             if not moved and _stands(self.windows[turn]) and self._strange_stand():
@@ -281,7 +286,14 @@ class Kept:
             vars(self).update(vars(self._of(model, self.copies)))
         return found
 
+    def _all_stand(self, model: nn.Module) -> bool:
+        if self.facts[0].module is not model:
+            return False
+        return all(fact.stands(self.skipped) for fact in self.facts)
+
     def _strange_stand(self) -> bool:
+        if not self.strange:
+            return True
         parts = (part for name, each in self.strange.items() for part in _plain(name, each).items())
         return all(at not in self.copies or _same(part, self.copies[at]) for at, part in parts)
 

@@ -10,6 +10,7 @@ more of.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +28,8 @@ SOURCES: tuple[Source, ...] = ("network", "laplace")
 
 
 @dataclass(frozen=True, eq=False)
-class Numbers:
-    """Numbers that were to be predicted, and what was predicted."""
+class Targets(ABC):
+    """Targets on a line that were to be predicted, and the laws that were predicted for them."""
 
     targets: Float[Tensor, " n"]
     laplace: Distribution
@@ -40,7 +41,7 @@ class Numbers:
 
     @property
     def deviation(self) -> Float[Tensor, " n"]:
-        """Of a new observation: what the weights leave open, and the noise."""
+        """Of a new target: what the weights leave open, and chance given them."""
         return self.laplace.deviation
 
     @property
@@ -53,7 +54,7 @@ class Numbers:
 
     @property
     def parts(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """The deviation as two: by the weights and by the noise."""
+        """The deviation as two: by the weights, which more data would settle, and by chance given them."""
         return self.laplace.parts
 
     def expected(self, source: Source) -> Float[Tensor, " n"]:
@@ -62,6 +63,26 @@ class Numbers:
     def log_prob(self, source: Source) -> Float[Tensor, " n"]:
         """Of every target."""
         return self._by(source).log_prob(self.targets)
+
+    @abstractmethod
+    def below(self, source: Source) -> Float[Tensor, " n"]:
+        """The predicted probability of a value below the target: uniform where predictions are right."""
+
+    @abstractmethod
+    def inside(self, source: Source, level: float) -> Bool[Tensor, " n"]:
+        """Whether a target is in the central interval of this probability."""
+
+    @abstractmethod
+    def widths(self, source: Source, levels: Sequence[float]) -> list[float]:
+        """Mean widths of the central intervals."""
+
+    def _by(self, source: Source) -> Distribution:
+        return self.laplace if source == "laplace" else self.network
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers(Targets):
+    """Numbers, and what was predicted for them."""
 
     def below(self, source: Source) -> Float[Tensor, " n"]:
         """The predicted probability of a value below the target: uniform where predictions are right."""
@@ -88,46 +109,10 @@ class Numbers:
         both = (law.rescaled(scale, shift) for law in (self.laplace, self.network))
         return Numbers(self.targets * scale + shift, *both)
 
-    def _by(self, source: Source) -> Distribution:
-        return self.laplace if source == "laplace" else self.network
-
 
 @dataclass(frozen=True, eq=False)
-class Counts:
-    """Counts that were to be predicted, and what was predicted."""
-
-    targets: Float[Tensor, " n"]
-    laplace: Distribution
-    network: Distribution
-
-    @property
-    def mean(self) -> Float[Tensor, " n"]:
-        return self.laplace.mean
-
-    @property
-    def deviation(self) -> Float[Tensor, " n"]:
-        """Of a new count."""
-        return self.laplace.deviation
-
-    @property
-    def epistemic(self) -> Float[Tensor, " n"]:
-        return self.laplace.epistemic
-
-    @property
-    def uncertainty(self) -> Float[Tensor, " n"]:
-        return self.epistemic
-
-    @property
-    def parts(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """The deviation as two: by the weights, which more data would settle, and by chance given them."""
-        return self.laplace.parts
-
-    def expected(self, source: Source) -> Float[Tensor, " n"]:
-        return self._by(source).mean
-
-    def log_prob(self, source: Source) -> Float[Tensor, " n"]:
-        """Of every target."""
-        return self._by(source).log_prob(self.targets)
+class Counts(Targets):
+    """Counts, and what was predicted for them."""
 
     def below(self, source: Source, seed: int = 0) -> Float[Tensor, " n"]:
         """A draw between P(count < y) and P(count <= y): uniform where predictions are right, as for numbers."""
@@ -153,9 +138,6 @@ class Counts:
         """P(count <= y) and P(count < y)."""
         law = self._by(source)
         return law.cdf(self.targets), law.cdf(self.targets - 1)
-
-    def _by(self, source: Source) -> Distribution:
-        return self.laplace if source == "laplace" else self.network
 
 
 @dataclass(frozen=True, eq=False)

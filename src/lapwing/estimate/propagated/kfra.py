@@ -27,10 +27,10 @@ from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.data_pass import Batches, check_independent, named, numbered, observe, pair
 from lapwing.estimate.kronecker import KroneckerOptions, check_whole, collect
 from lapwing.estimate.propagated.recursion.layers import Weight, biases_apart, weights
+from lapwing.estimate.propagated.recursion.plan import TapePlan, structure
 from lapwing.estimate.propagated.recursion.pool import MaxPool
 from lapwing.estimate.propagated.recursion.refusal import ALTERNATIVES
 from lapwing.estimate.propagated.recursion.steps import probe
-from lapwing.estimate.propagated.recursion.structure import Structure, structure
 from lapwing.estimate.propagated.recursion.walk import walk_back
 from lapwing.estimate.symmetric_sums import GramSum
 from lapwing.likelihoods import Likelihood
@@ -71,7 +71,7 @@ def kfra(
 class _Pass:
     """What one pass over the data gathers, and the walk back at its end."""
 
-    structure: Structure
+    structure: TapePlan
     weights: list[Weight]
     options: KroneckerOptions
     output: Tensor
@@ -151,7 +151,7 @@ class _Pass:
         self.blocks[segments] = Known(segments, found)
 
 
-def _check_sizes(found: Structure) -> None:
+def _check_sizes(found: TapePlan) -> None:
     """One matrix per value on the way back has to fit the budget."""
     like, budget = found.frame.like, found.tangent.budget
     for number, step in sorted(found.steps.items()):

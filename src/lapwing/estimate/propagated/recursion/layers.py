@@ -18,9 +18,9 @@ from torch import Tensor
 from lapwing.errors import UnsupportedOperationError
 from lapwing.estimate.accumulators import Matrix
 from lapwing.estimate.kronecker import KroneckerOptions, _is_matrix, _upright, name_of
+from lapwing.estimate.propagated.recursion.plan import TapePlan
 from lapwing.estimate.propagated.recursion.refusal import ALTERNATIVES, refuse
 from lapwing.estimate.propagated.recursion.sample_axes import Place, TapedBatch
-from lapwing.estimate.propagated.recursion.structure import Structure
 from lapwing.estimate.propagated.recursion.uses import without_bias
 from lapwing.linalg import LookupRows, OuterRows, Piece
 from lapwing.linalg.rows import chunks, connected
@@ -37,7 +37,7 @@ class WeightUse:
     out: Value
     use: Contraction | Lookup
     axis: int
-    structure: Structure
+    structure: TapePlan
     seen: Tensor | None = None
     """For a table with padding: how often each position held something else."""
 
@@ -145,7 +145,7 @@ def _all_pairs(G: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
 # -- which uses form a block ----------------------------------------------------------------------------------------
 
 
-def members(structure: Structure) -> list[WeightUse]:
+def members(structure: TapePlan) -> list[WeightUse]:
     found = []
     for number, use in sorted(structure.uses.items()):
         (out,) = structure.tape.nodes[number].outs
@@ -159,7 +159,7 @@ def members(structure: Structure) -> list[WeightUse]:
     return found
 
 
-def biases_apart(structure: Structure) -> set[int]:
+def biases_apart(structure: TapePlan) -> set[int]:
     """Uses whose bias cannot be a column of the weight's matrix: others use it too, or the weight has several."""
     found = [(member, member.piece(member.use, 1)) for member in members(structure)]
     others = _read_otherwise(structure)
@@ -176,11 +176,11 @@ def biases_apart(structure: Structure) -> set[int]:
     return apart
 
 
-def _read_otherwise(structure: Structure) -> set[str]:
+def _read_otherwise(structure: TapePlan) -> set[str]:
     return {v.parameter for step in structure.steps.values() for v in step.inputs if v.parameter is not None}
 
 
-def weights(structure: Structure, options: KroneckerOptions) -> list[Weight]:
+def weights(structure: TapePlan, options: KroneckerOptions) -> list[Weight]:
     """The blocks of all weights."""
     tangent = structure.tangent
     found = [(member, member.piece(member.use, 1)) for member in members(structure)]

@@ -34,7 +34,7 @@ _PRODUCTS = frozenset((rules.linear, rules.matmul, rules.addmm, rules.einsum, ru
 
 
 @dataclass
-class Structure:
+class TapePlan:
     """The structural tape (one data point), its steps by node, and the weights' uses by node."""
 
     tape: Tape
@@ -54,7 +54,7 @@ class Structure:
         return TapedBatch(tape, size, value)
 
 
-def structure(tangent: Tangent, x: Any, split: Callable[[Structure], Collection[int]]) -> Structure:
+def structure(tangent: Tangent, x: Any, split: Callable[[TapePlan], Collection[int]]) -> TapePlan:
     """From the first data point of x. `split` names uses whose bias is to be a block of its own."""
     size = batch_size(x)
     alone = take(x, slice(0, 1))
@@ -120,7 +120,7 @@ class _Builder:
     single: dict[Value, Value]
     """A value of the tape of two data points -> the same value for one."""
 
-    def build(self, apart: Collection[int]) -> Structure:
+    def build(self, apart: Collection[int]) -> TapePlan:
         steps: dict[int, Step] = {}
         uses: dict[int, Contraction | Lookup] = {}
         reached = {self.tape.output}
@@ -130,7 +130,7 @@ class _Builder:
                 continue
             steps[number] = self._step(number, node, number in apart, uses)
             reached |= set(steps[number].inputs)
-        return Structure(self.tape, self.frame, steps, uses, self.tangent)
+        return TapePlan(self.tape, self.frame, steps, uses, self.tangent)
 
     def _step(self, number: int, node: Node, apart: bool, uses: dict[int, Contraction | Lookup]) -> Step:
         rule, function = node.rule, node.function
