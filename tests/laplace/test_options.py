@@ -558,3 +558,44 @@ def test_attach_hands_its_choices_on() -> None:
     ]
     assert torch.equal(dense(drawn[0]), dense(drawn[1]))
     assert not torch.equal(dense(drawn[0]), dense(drawn[2]))
+
+
+# -- numbers that are set after a fit ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "kron", "gp", "lowrank"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("prior_precision", 3.0), ("sigma_noise", 0.4), ("temperature", 0.25), ("prior_mean", 0.5)]
+)
+def test_a_number_that_is_set_is_followed(structure: str, name: str, value: float) -> None:
+    """A prediction before it was set leaves nothing behind: the posterior is that of one made with the number."""
+    model, x, y = mlp(), normal(7, 3), normal(7, 2, seed=1)
+    la = Laplace(model, "regression", "all", structure)
+    la.fit([(x, y)])
+    before = la(x)[1].clone(), la.log_marginal_likelihood().clone()
+    setattr(la, name, value)
+    made = Laplace(model, "regression", "all", structure, **{name: value})  # pyright: ignore[reportArgumentType]
+    made.fit([(x, y)])
+    close(la(x)[1], made(x)[1], 1e-9)
+    close(la.log_marginal_likelihood(), made.log_marginal_likelihood(), 1e-9)
+    assert not torch.allclose(la.log_marginal_likelihood(), before[1])
+    assert torch.allclose(la(x)[1], before[0]) == (name == "prior_mean")
+
+
+@pytest.mark.parametrize("estimator", ["exact", "empirical"])
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_the_precision_that_users_read_has_noise_and_temperature_in_it(structure: str, estimator: str) -> None:
+    model, x, y = mlp(), normal(7, 3), normal(7, 2, seed=1)
+    numbers = {"sigma_noise": 0.4, "temperature": 3.0, "prior_precision": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+    la = Laplace(model, "regression", "all", structure, estimator=estimator, **numbers)  # pyright: ignore[reportArgumentType]
+    la.fit([(x, y)])
+    prior = torch.cat([torch.full((p.numel(),), float(i + 1)) for i, p in enumerate(model.parameters())]).double()
+    power = 4 if estimator == "empirical" else 2
+    matrix = dense(la) if structure == "full" else torch.diag(dense(la))
+    expected = matrix / (0.4**power * 3.0) + torch.diag(prior)
+    assert isinstance(la.posterior_precision, Tensor)
+    close(la.posterior_precision, expected if structure == "full" else expected.diagonal(), 1e-9)
+    close(la.posterior_variance, torch.linalg.inv(expected).diagonal(), 1e-9)
+    close(la.posterior_covariance, torch.linalg.inv(expected), 1e-9)
+    root = la.posterior_scale
+    close(root @ root.mT if structure == "full" else torch.diag(root.square()), torch.linalg.inv(expected), 1e-9)

@@ -190,6 +190,9 @@ def einsum(call: Call) -> Use | None:
     a, b = operands
     if (call.source(a) is None) == (call.source(b) is None):
         return None
+    sizes = dict(zip(named[0], a.shape, strict=True))
+    if any(sizes.get(name, size) != size for name, size in zip(named[1], b.shape, strict=True)):
+        return None  # an axis of one that is broadcast
     if call.source(a) is not None:
         return contraction("einsum", b, a, (named[1], named[0], named[2]), call, None)
     return contraction("einsum", a, b, (named[0], named[1], named[2]), call, None)

@@ -1,0 +1,112 @@
+"""Forms of operations, and chunks of outputs, that ordinary layers do not have: against the Jacobian by torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lapwing import Tangent, estimate
+from lapwing.likelihoods import Gaussian
+
+
+class Net(nn.Module):
+    """A function of x and of parameters by name."""
+
+    def __init__(self, forward: Callable[..., Tensor], **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function, generator = forward, torch.Generator().manual_seed(0)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, **dict(self.named_parameters()))
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def brute_force(net: Net, x: Tensor) -> Tensor:
+    """[B, C, P], from one data point after the other."""
+    parameters = {name: value.detach() for name, value in net.named_parameters()}
+
+    def outputs(values: dict[str, Tensor]) -> Tensor:
+        return net.function(x, **values).flatten(1)
+
+    jacobian = torch.func.jacrev(outputs)(parameters)
+    return torch.cat([part.flatten(2) for part in jacobian.values()], -1)
+
+
+CASES = {
+    "added with a factor": (Net(lambda x, w, b: torch.add(x @ w, b, alpha=3), w=(2, 4), b=(4,)), inputs(5, 2)),
+    "taken away with a factor": (Net(lambda x, w, b: torch.sub(x @ w, b, alpha=0.5), w=(2, 4), b=(4,)), inputs(5, 2)),
+    "added in place with a factor": (Net(lambda x, w, b: (x @ w).add_(b, alpha=-2), w=(2, 4), b=(4,)), inputs(5, 2)),
+    "einsum with dots, fewer of the weight": (
+        Net(lambda x, w: torch.einsum("...i,...io->...o", x, w).flatten(1), w=(3, 2, 4)), inputs(5, 3, 2),
+    ),
+    "einsum with dots, an axis of one": (
+        Net(lambda x, w: torch.einsum("...i,...io->...o", x, w).flatten(1), w=(1, 2, 4)), inputs(5, 3, 2),
+    ),
+    "einsum, an axis of one by name": (
+        Net(lambda x, w: torch.einsum("bti,tio->bto", x, w).flatten(1), w=(1, 2, 4)), inputs(5, 3, 2),
+    ),
+    "matmul, an axis of one": (Net(lambda x, w: (x.unsqueeze(-2) @ w).flatten(1), w=(1, 2, 4)), inputs(5, 3, 2)),
+    "einsum, data with an axis of one": (
+        Net(lambda x, w: torch.einsum("bti,tio->bto", x, w).flatten(1), w=(3, 2, 4)), inputs(5, 1, 2),
+    ),
+    "einsum with dots, two axes": (
+        Net(lambda x, w: torch.einsum("...i,...io->...o", x, w).flatten(1), w=(3, 2, 4)), inputs(5, 2, 3, 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_brute_force(name: str) -> None:
+    net, x = CASES[name]
+    expected = brute_force(net, x)
+    at = Tangent(net).at(x)
+    torch.testing.assert_close(at.rows(), expected, rtol=1e-9, atol=1e-12)
+    v = inputs(expected.shape[-1])
+    torch.testing.assert_close(at.mv(v).flatten(1), expected @ v, rtol=1e-9, atol=1e-12)
+    full = estimate.full(Tangent(net), Gaussian(), [(x, torch.zeros_like(at.value))])
+    torch.testing.assert_close(full.dense(), torch.einsum("ncp, ncq -> pq", expected, expected), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("budget", [1, 2_000, 20_000])
+def test_outputs_in_chunks_are_all_there(budget: int) -> None:
+    """Unit cotangents of a part of the outputs begin where the part begins."""
+    net = Net(lambda x, v, w: torch.tanh(x @ v) @ w, v=(2, 6), w=(6, 7))
+    x = inputs(5, 2)
+    expected = brute_force(net, x)
+    at = Tangent(net, budget=budget).at(x)
+    torch.testing.assert_close(at.rows(), expected, rtol=1e-9, atol=1e-12)
+    precision = estimate.full(Tangent(net), Gaussian(), [(x, torch.zeros(5, 7).double())]).with_prior(0.7)
+    inverse = torch.linalg.inv(torch.einsum("ncp, ncq -> pq", expected, expected) + 0.7 * torch.eye(54).double())
+    covariance = expected @ inverse @ expected.mT
+    torch.testing.assert_close(precision.covariance(at), covariance, rtol=1e-8, atol=1e-10)
+    for structure in (estimate.diagonal, estimate.kflr):  # the same rows in parts
+        one, cut = (
+            structure(Tangent(net, budget=b), Gaussian(), [(x, x @ torch.ones(2, 7).double())]) for b in (10**9, budget)
+        )
+        torch.testing.assert_close(
+            cut.with_prior(1.0).covariance(at), one.with_prior(1.0).covariance(at), rtol=1e-8, atol=1e-10
+        )
+
+
+def test_a_weight_with_and_without_its_bias() -> None:
+    """The use without a bias adds nothing to the bias's side of the input factor."""
+    net = Net(lambda x, w, b: F.linear(x[:, :2], w, b) + F.linear(x[:, 2:], w), w=(3, 2), b=(3,))
+    x = inputs(6, 4)
+    left, right = x[:, :2], x[:, 2:]
+    ones = torch.cat(
+        [torch.cat([left, torch.ones(6, 1).double()], 1), torch.cat([right, torch.zeros(6, 1).double()], 1)]
+    )
+    curvature = estimate.kflr(Tangent(net), Gaussian(), [(x, torch.zeros(6, 3).double())])
+    # G of unit noise is the identity for each of the two uses: G (x) A / count with A summed over both
+    expected = torch.kron(torch.eye(3).double() * 12, ones.mT @ ones) / 12
+    order = torch.cat([torch.arange(9).reshape(3, 3)[:, :2].flatten(), torch.arange(9).reshape(3, 3)[:, 2]])
+    torch.testing.assert_close(curvature.dense(), expected[order][:, order], rtol=1e-9, atol=1e-12)
