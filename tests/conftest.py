@@ -29,11 +29,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shapes", choices=("some", "all"), default="some", help="tests whose every call is checked")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose by place among the cases of a test, so that every worker, and every run, chooses the same."""
+    """Choose by place among the cases of a test, so that every worker, and every run, chooses the same.
+
+    scikit-learn's checks on read-only memory repeat others, and are slow.
+    """
     every, cases = config.getoption("shapes") == "all", Counter[str]()
     for item in items:
         test = item.nodeid.partition("[")[0]
+        if "readonly_memmap" in item.nodeid:
+            item.add_marker(pytest.mark.slow)
         item.stash[SHAPES] = every or cases[test] < 2 or cases[test] % 8 == 0
         cases[test] += 1
 

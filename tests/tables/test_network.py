@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from lapwing.errors import DataError, OptionError
 from lapwing.evidence import Evidence, GaussianFit, Tuned
+from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.linalg import Dense
 from lapwing.metrics import accuracy, gaussian_nll, nll
+from lapwing.params import ParamSpace
 from lapwing.priors import Prior
 from lapwing.tables import network as architecture
 from lapwing.tables import stretch as stretches
@@ -360,3 +362,30 @@ def test_bad_options_are_refused() -> None:
         train(x, y, "regression", Spec(2, 1), seed=0, batch_size=0)
     with pytest.raises(OptionError, match="hessian_structure"):
         train(x, y, "regression", Spec(2, 1), seed=0, epochs=1, structure="fulll")
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_steps_follow_the_joint_density_of_the_whole_table(task: str) -> None:
+    """Batches of a table, on average: sigma^2 / N times the gradient of -log p(y, theta) over all rows."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 2, dtype=torch.float64)
+    y = x[:, :1].sin() if task == "regression" else (x[:, 0] > 0).long()
+    spec = Spec(2, 1 if task == "regression" else 2, width=3, depth=1)
+    model = architecture.build(spec, torch.Generator().manual_seed(0), dtype=torch.float64)
+    run = TableTraining(model, spec, x, y, task, 4, torch.Generator())
+    prior = Prior.layerwise(ParamSpace.of(model), torch.tensor([0.5, 3.0], dtype=torch.float64))
+    sigma = 0.3 if task == "regression" else 1.0
+    gradient, parameters = run.under(prior, sigma), list(model.parameters())
+    average = [torch.zeros_like(parameter) for parameter in parameters]
+    for rows in torch.arange(12).split(4):
+        model.zero_grad()
+        gradient(x[rows], y[rows])
+        for total, parameter in zip(average, parameters, strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad / 3
+    flat = torch.cat([parameter.flatten() for parameter in parameters])
+    likelihood = Gaussian(sigma) if task == "regression" else Categorical()
+    joint = -likelihood.log_prob(model(x), y).sum() + (prior.precision() * flat.square()).sum() / 2
+    expected = torch.autograd.grad(joint * sigma**2 / 12, parameters)
+    for found, wanted in zip(average, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)

@@ -164,6 +164,18 @@ def test_numbers_are_standardised_and_missing_ones_marked() -> None:
     np.testing.assert_allclose(x[:, 2].std(), 1, rtol=1e-6)
 
 
+def test_a_missing_level_has_an_input_of_its_own() -> None:
+    frame = pd.DataFrame({"c": ["x"] * 9 + ["y"] * 9 + ["once", None, None], "n": range(21)})
+    encoder = learned(frame)
+    assert encoder.inputs == ["c=x", "c=y", "c=other", "c=missing", "n"]
+    notes = Notes()
+    x = encoder(pd.DataFrame({"c": ["y", "once", "new", None], "n": [1, 2, 3, 4]}), notes)
+    expected = [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    assert torch.equal(x[:, :4] > x[:, :4].mean(), torch.tensor(expected).bool())
+    assert encoder.strange(x).tolist() == [False] * 4
+    assert not any("unknown" in note for note in notes.counts)
+
+
 def test_rare_and_new_levels_are_other() -> None:
     frame = pd.DataFrame({"c": ["x"] * 5 + ["y"] * 4 + ["once"], "n": range(10)})
     encoder = learned(frame)
