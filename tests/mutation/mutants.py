@@ -1236,4 +1236,755 @@ SECOND_ABOVE = (
 )
 
 
-MUTANTS = LINALG + ESTIMATE + TANGENT + ABOVE + APPLICATIONS + SECOND_BELOW + SECOND_ABOVE
+THIRD = (
+    # -- linalg (7) ---------------------------------------------------------------------------------------------------
+    # la.effective_parameters(), mackay, of FunctionalLaplace with a prior precision other than 1
+    Mutant(
+        "the trace of a dual inverse has D^-1 once, not on both sides, in what the data have said",
+        "linalg/dual.py",
+        "seen = [weight.square() * (inverse * gram).sum()",
+        "seen = [weight * (inverse * gram).sum()",
+        (
+            "linalg/test_dual.py",
+            "linalg/test_precision.py",
+            "estimate/test_dual.py",
+            "evidence/test_linear_gaussian.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_independent_outputs.py",
+            "laplace/test_tuning.py",
+        ),
+    ),
+    # la.functional_samples(x) of FunctionalLaplace(independent_outputs=True): the spread of every output but the first
+    Mutant(
+        "functions of all independent outputs are drawn from the posterior of the first",
+        "linalg/independent_outputs.py",
+        "deltas = precision.draw(n, generator)",
+        "deltas = self.outputs[0].draw(n, generator)",
+        (
+            "laplace/test_independent_outputs.py",
+            "linalg/test_dual.py",
+            "estimate/test_dual.py",
+            "predictive/test_predictions.py",
+            "laplace/test_linear_gaussian.py",
+        ),
+    ),
+    # kflr(...) of a tied table with padding (lookup and product with different counts), Kronecker(terms with other
+    # counts).dense(): a product that is not the nearest; with equal counts nothing changes
+    Mutant(
+        "the product nearest to a sum is found with the counts on one side of the inner products only",
+        "linalg/kronecker/factors.py",
+        "weighted = share.mT[:, :, None] * col_gram * share.mT[:, None, :]  # D C D",
+        "weighted = share.mT[:, :, None] * col_gram  # D C",
+        (
+            "linalg/test_kronecker.py",
+            "linalg/test_curvature.py",
+            "linalg/test_precision.py",
+            "estimate/test_kronecker.py",
+            "estimate/test_kfra.py",
+            "estimate/test_ekfac.py",
+            "test_layers.py",
+        ),
+    ),
+    # (LowRank + LowRank).dense(): eigenvalues enter squared
+    Mutant(
+        "low-rank curvatures are added with eigenvalues for the lengths of their columns",
+        "linalg/low_rank.py",
+        "torch.cat([each.vectors * each.values.sqrt() for each in (self, other)], dim=1)",
+        "torch.cat([each.vectors * each.values for each in (self, other)], dim=1)",
+        (
+            "linalg/test_dual.py",
+            "linalg/test_curvature.py",
+            "linalg/test_precision.py",
+            "estimate/test_dual.py",
+            "laplace/test_structures.py",
+        ),
+    ),
+    # EkfacLaplace(bias="separate") with one prior precision per tensor: no columns are left at all, and logdet fails
+    Mutant(
+        "priors that differ take the bases of weight and bias apart also where there are none",
+        "linalg/kronecker/corrected.py",
+        "columns = self.columns if equal or not self.apart else self.apart",
+        "columns = self.columns if equal else self.apart",
+        (
+            "linalg/test_kronecker.py",
+            "linalg/test_curvature.py",
+            "linalg/test_precision.py",
+            "estimate/test_ekfac.py",
+            "laplace/test_face.py",
+            "laplace/test_structures.py",
+            "laplace/test_options.py",
+        ),
+    ),
+    # KronLaplace.fit(loader, checkpoint=path) of several segments: a sum of products instead of the curvature that a
+    # fit without a checkpoint finds
+    Mutant(
+        "parts of one data set are added block by block as if they were several tasks",
+        "linalg/blocks.py",
+        "return self._joined(other, lambda a, b: a.pooled(b))",
+        "return self._joined(other, lambda a, b: a + b)",
+        (
+            "laplace/test_checkpoint.py",
+            "linalg/test_kronecker.py",
+            "linalg/test_curvature.py",
+            "estimate/test_kronecker.py",
+            "laplace/test_loaders.py",
+            "defects/test_what_is_right.py",
+        ),
+    ),
+    # (Dense(H) * 2 * 3).with_prior(1.0).logdet(), evidence.scaled(2) with sigma other than 1
+    Mutant(
+        "a dense curvature that is scaled twice is decomposed with the last scale alone",
+        "linalg/dense.py",
+        "return Dense(self.matrix * scale, Multiple(root.of, root.scale * scale))",
+        "return Dense(self.matrix * scale, Multiple(root.of, scale))",
+        (
+            "linalg/test_curvature.py",
+            "linalg/test_precision.py",
+            "linalg/test_singular.py",
+            "evidence/test_linear_gaussian.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_tuning.py",
+            "tables/test_network.py",
+        ),
+    ),
+    # -- estimate (7) -------------------------------------------------------------------------------------------------
+    # kflr(...) of nn.Embedding(padding_idx=0): curvature of the row of the padding, and the count of all others
+    Mutant(
+        "padding counts as a token in the input factor of a table",
+        "estimate/accumulators.py",
+        "                tokens = tokens if piece.padding is None else tokens[tokens != piece.padding]\n",
+        "",
+        (
+            "estimate/test_kronecker.py",
+            "estimate/test_kfra.py",
+            "estimate/test_ekfac.py",
+            "estimate/test_exact_blocks.py",
+            "test_layers.py",
+            "networks/test_networks.py",
+        ),
+    ),
+    # kflr(...) of a network that uses one weight with its bias and once without (F.linear(x, w))
+    Mutant(
+        "a use of a weight without its bias counts as one with it",
+        "estimate/accumulators.py",
+        "F.pad(p.right, (0, width - p.right.shape[-1]))",
+        "F.pad(p.right, (0, width - p.right.shape[-1]), value=1.0)",
+        (
+            "tangent/test_corners.py",
+            "estimate/test_kronecker.py",
+            "estimate/test_kfra.py",
+            "estimate/test_ekfac.py",
+            "estimate/test_exact_blocks.py",
+            "linalg/test_kronecker.py",
+            "test_layers.py",
+        ),
+    ),
+    # Laplace(model, Categorical(ignore_index=-100), "last_layer", "full", estimator="fisher"): H
+    Mutant(
+        "the closed form of the last layer's Fisher counts positions without a target",
+        "estimate/last_layer.py",
+        "return hessian if observed is None else hessian.where(observed[..., None, None], 0.0)",
+        "return hessian",
+        (
+            "estimate/test_last_layer.py",
+            "estimate/test_cotangents.py",
+            "estimate/test_estimators.py",
+            "laplace/test_heads.py",
+            "laplace/test_face.py",
+            "tangent/test_features.py",
+        ),
+    ),
+    # low_rank(..., rank=k) with fewer rows than gram_rows and more than k, LowRankLaplace(rank=k)
+    Mutant(
+        "the smallest eigenvectors of the Gram matrix are taken for the largest",
+        "estimate/leading_eigenpairs.py",
+        "dual.rows.pull(vectors.mT.flip(0)[:rank]).mT",
+        "dual.rows.pull(vectors.mT[:rank]).mT",
+        (
+            "estimate/test_dual.py",
+            "estimate/test_estimators.py",
+            "linalg/test_dual.py",
+            "laplace/test_structures.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_face.py",
+        ),
+    ),
+    # kfra(...) of a network with LayerNorm, or a lone bias: its dense block is the mean over the data
+    Mutant(
+        "the dense block of a vector is a mean over the data in the recursive estimator, not a sum",
+        "estimate/propagated/kfra.py",
+        "found = Dense(self.count * G) if small else Diagonal(self.count * G.diagonal())",
+        "found = Dense(G) if small else Diagonal(self.count * G.diagonal())",
+        (
+            "estimate/test_kfra.py",
+            "laplace/test_recursive.py",
+            "estimate/test_kronecker.py",
+            "test_layers.py",
+            "networks/test_networks.py",
+        ),
+    ),
+    # FunctionalLaplace(model, "classification", independent_outputs=True): variances and evidence
+    Mutant(
+        "rows of independent outputs are weighed by the diagonal of the Hessian, not by its root",
+        "estimate/cotangents.py",
+        "root = squares.sqrt().reshape(len(f), -1)",
+        "root = squares.reshape(len(f), -1)",
+        (
+            "estimate/test_cotangents.py",
+            "estimate/test_dual.py",
+            "laplace/test_independent_outputs.py",
+            "linalg/test_dual.py",
+            "laplace/test_linear_gaussian.py",
+        ),
+    ),
+    # diagonal(...), DiagLaplace, of a network that uses one weight in two layers, on two batches or more
+    Mutant(
+        "the diagonal of a weight with several uses is that of the last batch",
+        "estimate/exact_diagonal.py",
+        "        spread = torch.zeros_like(self.total)\n        segments.scatter(squares, spread)\n"
+        "        self.total += spread\n",
+        "        segments.scatter(squares, self.total)\n",
+        (
+            "estimate/test_estimators.py",
+            "estimate/test_mixed.py",
+            "estimate/test_exact_blocks.py",
+            "estimate/test_last_layer.py",
+            "linalg/test_memory.py",
+            "laplace/test_face.py",
+            "test_layers.py",
+        ),
+    ),
+    # -- likelihoods and distributions (6) ----------------------------------------------------------------------------
+    # BernoulliMixture().hessian(f, y): entries between the second coin's logit and the others
+    Mutant(
+        "the two coins of a mixture pull its responsibility in the same direction",
+        "likelihoods/bernoulli_mixture.py",
+        "d = torch.stack([torch.ones_like(u), z * u, -z * w], dim=-1)",
+        "d = torch.stack([torch.ones_like(u), z * u, z * w], dim=-1)",
+        (
+            "likelihoods/test_likelihood_derivatives.py",
+            "likelihoods/test_likelihood_properties.py",
+            "likelihoods/test_likelihood_predictions.py",
+            "likelihoods/test_likelihood_errors.py",
+            "estimate/test_estimators.py",
+        ),
+    ),
+    # HeteroscedasticGaussian().hessian_sqrt(f, y), and with it every curvature of likelihood="heteroscedastic"
+    Mutant(
+        "the root of the Fisher of a log-variance is one half, as the Fisher itself",
+        "likelihoods/heteroscedastic.py",
+        "torch.full_like(root, math.sqrt(0.5))",
+        "torch.full_like(root, 0.5)",
+        (
+            "likelihoods/test_likelihood_derivatives.py",
+            "likelihoods/test_likelihood_properties.py",
+            "likelihoods/test_likelihood_sampling.py",
+            "estimate/test_cotangents.py",
+            "estimate/test_estimators.py",
+            "tables/test_noise.py",
+        ),
+    ),
+    # la.predict_distribution(x).interval(0.9) of likelihood="poisson" at small rates: the lower end is 1
+    Mutant(
+        "no quantile of counts is zero",
+        "distributions/poisson_lognormal.py",
+        "low, high = torch.full_like(self.log_rate, -1), torch.ones_like(self.log_rate)",
+        "low, high = torch.zeros_like(self.log_rate), torch.ones_like(self.log_rate)",
+        (
+            "distributions/test_poisson_lognormal.py",
+            "likelihoods/test_likelihood_predictions.py",
+            "reporting/test_report_counts.py",
+            "predictive/test_predictions.py",
+            "laplace/test_face.py",
+        ),
+    ),
+    # bundle.predict(...)["sd_noise"], ScaleMixture.rescaled(3.0, 0.0).noise
+    Mutant(
+        "noise variances are brought to another unit by its factor, not by the square of it",
+        "distributions/scale_mixture.py",
+        "self.log_noise + 2 * log(scale)",
+        "self.log_noise + log(scale)",
+        (
+            "distributions/test_scale_mixture.py",
+            "tables/test_bundle.py",
+            "tables/test_noise.py",
+            "tables/test_fitting.py",
+            "reporting/test_report_noise.py",
+            "reporting/test_report.py",
+        ),
+    ),
+    # la(x, link_approx="bridge"): probabilities, unless rows of the covariance sum to zero
+    Mutant(
+        "the Laplace bridge conditions the mean on a sum of zero, and not the covariance",
+        "distributions/gaussian_logits.py",
+        "    covariance = covariance - row.unsqueeze(-1) * row.unsqueeze(-2) / total.unsqueeze(-1)\n",
+        "",
+        (
+            "distributions/test_gaussian_logits.py",
+            "predictive/test_predictions.py",
+            "likelihoods/test_likelihood_predictions.py",
+            "evidence/test_grid.py",
+            "laplace/test_face.py",
+            "compat/test_scripts.py",
+        ),
+    ),
+    # links.integrated(f).of(mean, variance), a likelihood of one's own with such a link: half the variance
+    Mutant(
+        "the trapezoidal rule of a link weighs its points by the square of the normal density",
+        "likelihoods/links.py",
+        "weights = torch.softmax(-points.square() / 2, 0)",
+        "weights = torch.softmax(-points.square(), 0)",
+        (
+            "likelihoods/test_own_link.py",
+            "likelihoods/test_likelihood_predictions.py",
+            "likelihoods/test_likelihood_properties.py",
+            "predictive/test_predictions.py",
+            "evidence/test_grid.py",
+        ),
+    ),
+    # -- tangent (6) --------------------------------------------------------------------------------------------------
+    # Tangent(model).at(x).value, la.fit and la(x), of nn.LSTM(bidirectional=True) whose outputs at all times are used
+    Mutant(
+        "outputs of the backward direction of a recurrence come in the order in which they are made",
+        "tangent/recurrent.py",
+        "torch.stack(found[::-1] if direction else found, time)",
+        "torch.stack(found, time)",
+        (
+            "tangent/test_recurrent.py",
+            "tangent/test_recorder.py",
+            "tangent/test_adversarial.py",
+            "tape/test_tape.py",
+            "test_layers.py",
+            "networks/test_networks.py",
+        ),
+    ),
+    # Tangent(model).at(x).rows(), la.fit, of nn.Conv2d(..., kernel_size=2 or 4, padding="same")
+    Mutant(
+        "the odd row of padding='same' is put before the image instead of after it",
+        "tangent/convolution.py",
+        "sides = [(t // 2, t - t // 2) for t in total]",
+        "sides = [(t - t // 2, t // 2) for t in total]",
+        (
+            "tangent/test_convolution.py",
+            "tangent/test_recorder.py",
+            "estimate/test_kronecker.py",
+            "estimate/test_exact_blocks.py",
+            "estimate/test_kfra.py",
+            "test_layers.py",
+        ),
+    ),
+    # Tangent(model).at(x).rows(), la.fit, of a model with torch.add(x, self.shift, alpha=2)
+    Mutant(
+        "a parameter that is added with a factor counts as added without one",
+        "tangent/rules.py",
+        'if call.function in _PLAIN_SUM and "alpha" not in call.kwargs:',
+        "if call.function in _PLAIN_SUM:",
+        (
+            "tangent/test_corners.py",
+            "tangent/test_recorder.py",
+            "tangent/test_adversarial.py",
+            "tangent/test_paths.py",
+            "tangent/test_differentiable.py",
+            "estimate/test_exact_blocks.py",
+            "test_layers.py",
+        ),
+    ),
+    # Tangent(model).at(tokens).rows(), diagonal(...), of nn.Embedding(padding_idx=0): rows of the padding
+    Mutant(
+        "padding passes gradients on where its index is zero",
+        "tangent/uses.py",
+        "if self.padding is not None:",
+        "if self.padding:",
+        (
+            "tangent/test_recorder.py",
+            "tangent/test_adversarial.py",
+            "linalg/test_rows.py",
+            "estimate/test_kronecker.py",
+            "estimate/test_estimators.py",
+            "estimate/test_exact_blocks.py",
+            "test_layers.py",
+            "networks/test_networks.py",
+        ),
+    ),
+    # Tangent(model, budget=small).at(x).rows() with more outputs than fit at once: those of the first chunk again
+    Mutant(
+        "unit cotangents begin with the first output in every chunk",
+        "tangent/model.py",
+        "eye.diagonal(part.start).fill_(1)",
+        "eye.diagonal().fill_(1)",
+        (
+            "tangent/test_corners.py",
+            "tangent/test_recorder.py",
+            "tangent/test_differentiable.py",
+            "tangent/test_adversarial.py",
+            "linalg/test_memory.py",
+            "estimate/test_estimators.py",
+            "laplace/test_surroundings.py",
+            "test_layers.py",
+        ),
+    ),
+    # Tangent(model).at(x).rows() of torch.einsum("...i,...io->...o", x, w) with w [t, i, o] for x [b, t, i]
+    Mutant(
+        "axes behind the dots of an einsum are matched from the left",
+        "tangent/rules.py",
+        'f"...{shared - extra + j}" for j in range(extra)',
+        'f"...{j}" for j in range(extra)',
+        (
+            "tangent/test_corners.py",
+            "tangent/test_recorder.py",
+            "tangent/test_adversarial.py",
+            "estimate/test_exact_blocks.py",
+            "estimate/test_kronecker.py",
+            "linalg/test_rows.py",
+            "test_layers.py",
+        ),
+    ),
+    # -- tape (2) -----------------------------------------------------------------------------------------------------
+    # propagated_diagonal(...), PropagatedDiagLaplace, of layers before a LayerNorm or GroupNorm
+    Mutant(
+        "the mixed term of mean and deviation is counted once in the squared Jacobian of a normalisation",
+        "tape/rules/norms.py",
+        "spread = n.sum(-1, keepdim=True) + 2 * z * first + z.square() * second",
+        "spread = n.sum(-1, keepdim=True) + z * first + z.square() * second",
+        (
+            "tape/test_rules.py",
+            "tape/test_tape.py",
+            "estimate/test_propagated.py",
+            "estimate/test_mixed.py",
+            "laplace/test_propagated_diag.py",
+            "test_layers.py",
+        ),
+    ),
+    # propagated_diagonal(...) of a layer under torch.nn.utils.parametrizations.weight_norm with lengths other than 1
+    Mutant(
+        "the length of a normalised weight is not squared on the way back of variances to its direction",
+        "tape/rules/norms.py",
+        "_unit_length(v, m * g.square(), rest, 2.0, 0.0)",
+        "_unit_length(v, m * g, rest, 2.0, 0.0)",
+        (
+            "tape/test_rules.py",
+            "tape/test_tape.py",
+            "estimate/test_propagated.py",
+            "estimate/test_mixed.py",
+            "laplace/test_propagated_diag.py",
+            "test_layers.py",
+        ),
+    ),
+    # -- predictive and evidence (4) ----------------------------------------------------------------------------------
+    # predictive.moments(posterior, linear, sigma=0.5)
+    Mutant(
+        "the covariance of noisy observations has the deviation of the noise added",
+        "predictive/glm.py",
+        "noise = torch.as_tensor(sigma, dtype=covariance.dtype, device=covariance.device).square()",
+        "noise = torch.as_tensor(sigma, dtype=covariance.dtype, device=covariance.device)",
+        (
+            "predictive/test_predictions.py",
+            "laplace/test_linear_gaussian.py",
+            "evidence/test_linear_gaussian.py",
+            "evidence/test_grid.py",
+            "test_claims.py",
+        ),
+    ),
+    # evidence.grid(..., sigma=0.5), optimize_prior_precision(method="gridsearch") at another sigma or temperature
+    Mutant(
+        "variances of candidates are swept at the prior times the scale of the curvature, not divided by it",
+        "predictive/candidates.py",
+        "curvature.variances(linear, self.deltas / self.scales)",
+        "curvature.variances(linear, self.deltas * self.scales)",
+        (
+            "evidence/test_grid.py",
+            "predictive/test_predictions.py",
+            "laplace/test_tuning.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_face.py",
+        ),
+    ),
+    # la.log_marginal_likelihood() with a temperature other than 1
+    Mutant(
+        "the temperature does not divide the log-likelihood in the evidence",
+        "evidence/marginal.py",
+        'return fit / self._positive(temperature, "temperature") + ratio',
+        "return fit + ratio",
+        (
+            "evidence/test_linear_gaussian.py",
+            "evidence/test_limits.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_face.py",
+            "laplace/test_tuning.py",
+            "training/test_marglik.py",
+        ),
+    ),
+    # evidence.grid(..., score=...) where one candidate has the score NaN or -inf: it is the best
+    Mutant(
+        "a score that is no finite number wins the search",
+        "evidence/grid.py",
+        'return int(scores.where(finite, float("inf")).argmin())',
+        "return int(scores.argmin())",
+        (
+            "evidence/test_grid.py",
+            "evidence/test_limits.py",
+            "laplace/test_tuning.py",
+            "laplace/test_face.py",
+            "test_bad_input.py",
+        ),
+    ),
+    # -- laplace (7) --------------------------------------------------------------------------------------------------
+    # la(x); la.temperature = 0.1; la(x): the same as before
+    Mutant(
+        "the posterior is kept when the temperature changes",
+        "laplace/base.py",
+        " and numbers[2] is temperature:",
+        ":",
+        (
+            "laplace/test_options.py",
+            "laplace/test_face.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_tuning.py",
+            "laplace/test_calibration.py",
+            "laplace/test_adversarial.py",
+            "test_threads.py",
+        ),
+    ),
+    # DiagLaplace(..., temperature=0.5).posterior_precision
+    Mutant(
+        "the diagonal precision that users read leaves out the temperature",
+        "laplace/variants/all_weights.py",
+        "return self.H / (self.sigma_noise**self.noise_power * self.temperature) + self.prior_precision_diag",
+        "return self.H / self.sigma_noise**self.noise_power + self.prior_precision_diag",
+        (
+            "laplace/test_options.py",
+            "laplace/test_face.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_structures.py",
+            "laplace/test_known_names.py",
+            "laplace/test_propagated_diag.py",
+            "compat/test_scripts.py",
+            "test_subnetwork.py",
+        ),
+    ),
+    # la.optimize_prior_precision(method="pseudo_data", val_loader=...): la.temperature
+    Mutant(
+        "pseudo-data that count for more than the data make the posterior hotter",
+        "laplace/tuning.py",
+        "return values[found.index[1]].reshape(1), points / found.best[0]",
+        "return values[found.index[1]].reshape(1), found.best[0] / points",
+        (
+            "laplace/test_tuning.py",
+            "laplace/test_face.py",
+            "laplace/test_linear_gaussian.py",
+            "evidence/test_grid.py",
+            "laplace/test_options.py",
+        ),
+    ),
+    # lapwing.attach(model, loader, val_loader=...) of a regression whose noise is rescaled: the covariance changes by
+    # the noise as well
+    Mutant(
+        "the temperature does not make up for a noise level that calibration changes",
+        "laplace/calibration.py",
+        "la.temperature = la.temperature * c / s**la.evidence.noise_power",
+        "la.temperature = la.temperature * c",
+        (
+            "laplace/test_calibration.py",
+            "laplace/test_attach.py",
+            "tables/test_network.py",
+            "tables/test_noise.py",
+            "tables/test_estimators.py",
+        ),
+    ),
+    # delta = torch.tensor([1.0]); la.prior_precision = delta; delta.mul_(2): the posterior's prior precision is 2
+    Mutant(
+        "hyper-parameters share the memory of the tensors they were given as",
+        "laplace/hyper.py",
+        "return torch.as_tensor(value, dtype=dtype, device=device).clone()",
+        "return torch.as_tensor(value, dtype=dtype, device=device)",
+        (
+            "laplace/test_face.py",
+            "laplace/test_adversarial.py",
+            "laplace/test_identity.py",
+            "laplace/test_options.py",
+            "laplace/test_surroundings.py",
+            "laplace/test_tuning.py",
+        ),
+    ),
+    # la.fit(other_loader, checkpoint=path) where an earlier batch than the last one is another: accepted
+    Mutant(
+        "of the batches in a checkpoint only the last one is compared",
+        "laplace/checkpoint.py",
+        "self.batches + 1, digest((self.data, batch))",
+        "self.batches + 1, digest(batch)",
+        (
+            "laplace/test_checkpoint.py",
+            "laplace/test_loaders.py",
+            "laplace/test_files.py",
+            "defects/test_what_is_kept.py",
+            "test_bad_input.py",
+        ),
+    ),
+    # la.functional_samples(x, diagonal_output=True), predictive_samples likewise: their spread
+    Mutant(
+        "outputs that are drawn each on its own have the variance for a deviation",
+        "laplace/base.py",
+        "return mean + variance.sqrt() * normal((count, *mean.shape), mean, generator)",
+        "return mean + variance * normal((count, *mean.shape), mean, generator)",
+        (
+            "laplace/test_face.py",
+            "laplace/test_linear_gaussian.py",
+            "laplace/test_options.py",
+            "predictive/test_predictions.py",
+            "compat/test_scripts.py",
+            "test_random_numbers.py",
+        ),
+    ),
+    # -- tables (4) ---------------------------------------------------------------------------------------------------
+    # conformal.quantile(scores, 0.9), bundle.conformal.interval(...): one score too few
+    Mutant(
+        "a conformal quantile does not count the new row",
+        "tables/conformal.py",
+        "return ceil((n + 1) * level - 1e-9)",
+        "return ceil(n * level - 1e-9)",
+        (
+            "tables/test_conformal.py",
+            "tables/test_bundle.py",
+            "tables/test_fitting.py",
+            "reporting/test_report.py",
+            "reporting/test_report_counts.py",
+            "test_claims.py",
+        ),
+    ),
+    # Encoder(frame), fit_table(...) of a column of categories with empty cells: the input "missing" is never on
+    Mutant(
+        "a missing category is encoded as a rare one although it has an input of its own",
+        "tables/encoder.py",
+        "codes[missing] = other + self.indicator",
+        "codes[missing] = other",
+        (
+            "tables/test_table.py",
+            "tables/test_bad_tables.py",
+            "tables/test_fitting.py",
+            "tables/test_bundle.py",
+            "cli/test_cli.py",
+        ),
+    ),
+    # bundle.predict(table)["ood"] of rows with an unknown or an extreme value that the network is sure of
+    Mutant(
+        "rows are flagged by what the network does not know, and not by their entries",
+        "tables/bundle.py",
+        "return (self.familiarity(raw) > self.ood.threshold) | raw.strange",
+        "return self.familiarity(raw) > self.ood.threshold",
+        (
+            "tables/test_bundle.py",
+            "tables/test_bad_tables.py",
+            "tables/test_fitting.py",
+            "tables/test_table.py",
+            "cli/test_cli.py",
+        ),
+    ),
+    # network.train(...), LaplaceRegressor().fit(X, y) with more rows than one batch: weights that are no mode of the
+    # posterior, but far too small
+    Mutant(
+        "the prior pulls once per batch of rows, not once per table, where networks of tables are trained",
+        "tables/stretch.py",
+        "scale = sigma**2 / len(self.x)",
+        "scale = sigma**2 / self.size",
+        (
+            "tables/test_network.py",
+            "tables/test_estimators.py",
+            "tables/test_fitting.py",
+            "tables/test_noise.py",
+            "tables/test_bundle.py",
+        ),
+    ),
+    # -- reporting and cli (2) ----------------------------------------------------------------------------------------
+    # report(la, loader, path)["coverage"]["conformal"]["covered"]
+    Mutant(
+        "conformal intervals of a report are tested on the rows that calibrated them",
+        "reporting/statistics.py",
+        "inside.append(scores[rest] <= bound)",
+        "inside.append(scores[calibration] <= bound)",
+        (
+            "reporting/test_report.py",
+            "reporting/test_report_counts.py",
+            "reporting/test_report_noise.py",
+            "cli/test_cli.py",
+            "tables/test_conformal.py",
+        ),
+    ),
+    # lapwing fit data.csv --target y --out data.csv: the table is written over by the model
+    Mutant(
+        "a model may be written over the table it is fitted to",
+        "cli/commands.py",
+        "_check_writable(path, data)",
+        "_check_writable(path)",
+        ("cli/test_cli.py", "cli/test_demo.py", "test_bad_input.py", "tables/test_bad_tables.py"),
+    ),
+    # -- serialize (1) ------------------------------------------------------------------------------------------------
+    # os.chmod(path, 0o600); la.save(path): others may read it again
+    Mutant(
+        "a file that is written anew loses its permissions",
+        "serialize/files.py",
+        "        if target.exists():\n            copymode(target, partial)\n",
+        "",
+        (
+            "serialize/test_files.py",
+            "laplace/test_files.py",
+            "laplace/test_checkpoint.py",
+            "tables/test_bundle.py",
+            "defects/test_what_is_kept.py",
+        ),
+    ),
+    # -- training (2) -------------------------------------------------------------------------------------------------
+    # training.train(..., epochs=5, every=2).evaluated, marglik_training(marglik_frequency=...): the last epoch
+    Mutant(
+        "the last epoch is not evaluated unless its turn has come",
+        "training/loop.py",
+        "if number == epochs or due(number):",
+        "if due(number):",
+        (
+            "training/test_marglik.py",
+            "laplace/test_training.py",
+            "tables/test_network.py",
+            "compat/test_scripts.py",
+            "tables/test_noise.py",
+        ),
+    ),
+    # optimize_prior_precision(method="adam", lr=...), training.train(hyper_lr=...): steps of 1e-3 always
+    Mutant(
+        "the rate of Adam's steps up the evidence is ignored",
+        "training/evidence_ascent.py",
+        '    state.optimiser.param_groups[0]["lr"] = lr\n',
+        "",
+        (
+            "training/test_marglik.py",
+            "laplace/test_training.py",
+            "laplace/test_tuning.py",
+            "compat/test_scripts.py",
+            "laplace/test_options.py",
+        ),
+    ),
+    # -- metrics and subnetwork (2) -----------------------------------------------------------------------------------
+    # metrics.coverage(mean, variance, targets, 0.9)
+    Mutant(
+        "an interval reaches to the quantile of its level on both sides",
+        "metrics.py",
+        "torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64, device=mean.device))",
+        "torch.special.ndtri(torch.tensor(level, dtype=torch.float64, device=mean.device))",
+        ("test_metrics.py", "reporting/test_report.py", "test_figures.py", "test_claims.py"),
+    ),
+    # swag_variance(...), LargestVarianceSWAGSubnetMask: variances are too large, the first snapshot's square among them
+    Mutant(
+        "squares along SGD are those of the distances from the mean before each snapshot",
+        "subnetwork/swag.py",
+        "squares = squares + away * (now - mean)",
+        "squares = squares + away.square()",
+        (
+            "test_subnetwork.py",
+            "laplace/test_known_names.py",
+            "laplace/test_face.py",
+            "compat/test_scripts.py",
+            "test_random_numbers.py",
+        ),
+    ),
+)
+
+
+MUTANTS = LINALG + ESTIMATE + TANGENT + ABOVE + APPLICATIONS + SECOND_BELOW + SECOND_ABOVE + THIRD

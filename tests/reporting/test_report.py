@@ -235,6 +235,24 @@ def test_conformal_intervals_cover_also_where_predictions_are_wrong() -> None:
     assert found["conformal"]["width"][4] > 2 * found["laplace"]["width"][4]
 
 
+def test_each_half_of_the_rows_is_tested_by_what_the_other_calibrates() -> None:
+    """Few rows, spelled out: a row that calibrates is covered more often than a new one."""
+    torch.manual_seed(0)
+    n, one = 14, torch.ones(14, dtype=torch.float64)
+    error = torch.randn(n, dtype=torch.float64)
+    law = Amounts(0 * one, one / 2, one.log(), 0 * one)
+    data = Numbers(error, law, law)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(3))
+    found = statistics.crossed(data, seed=3)
+    for level, covered in zip(statistics.LEVELS, found["covered"], strict=True):
+        inside = 0
+        for calibration, rest in ((order[:7], order[7:]), (order[7:], order[:7])):
+            rank = -(-8 * level // 1)  # the smallest whole number >= (7 + 1) * level
+            bound = error[calibration].abs().sort().values[int(rank) - 1] if rank <= 7 else torch.tensor(torch.inf)
+            inside += int((error[rest].abs() <= bound).sum())
+        assert covered == inside / n
+
+
 def test_the_transform_of_right_predictions_is_flat() -> None:
     found = statistics.transform(gaussian())
     assert sum(found["laplace"]) == pytest.approx(20)
