@@ -19,9 +19,10 @@ from torch.nn.functional import logsigmoid
 
 from lapwing import BaseLaplace, Laplace
 from lapwing.distributions import Distribution
-from lapwing.errors import OptionError
+from lapwing.errors import LikelihoodError, OptionError
 from lapwing.evidence import grid
 from lapwing.laplace.calibration import COVARIANCE, calibrate
+from lapwing.likelihoods import Bernoulli
 from lapwing.likelihoods.base import Positionwise, require_real, require_same_shape
 from lapwing.likelihoods.links import Link, integrated
 from lapwing.reporting import report
@@ -333,3 +334,16 @@ def test_a_report_is_written(kind: str, request: pytest.FixtureRequest, tmp_path
         torch.testing.assert_close(data.log_prob("network"), expected, rtol=1e-9, atol=1e-9)
     figures = report(la, held_out, tmp_path / "r.html")
     assert figures["rows"] == len(by_hand.held_x)
+
+
+def test_what_links_need_is_asked_for() -> None:
+    with pytest.raises(LikelihoodError, match="'probit' among them"):
+
+        class Nameless(Bernoulli):
+            links: ClassVar = {"quadrature": Bernoulli.links["quadrature"]}
+
+    class Unsaid(Events):
+        _predicted = Positionwise._predicted
+
+    with pytest.raises(LikelihoodError, match="write _predicted"):
+        Unsaid().predicted(torch.zeros(2, 1))

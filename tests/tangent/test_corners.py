@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapwing import Tangent, estimate
+from lapwing import Laplace, Tangent, estimate
 from lapwing.likelihoods import Gaussian
 
 
@@ -74,6 +74,15 @@ def test_rows_are_those_of_brute_force(name: str) -> None:
     torch.testing.assert_close(at.mv(v).flatten(1), expected @ v, rtol=1e-9, atol=1e-12)
     full = estimate.full(Tangent(net), Gaussian(), [(x, torch.zeros_like(at.value))])
     torch.testing.assert_close(full.dense(), torch.einsum("ncp, ncq -> pq", expected, expected), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rules_cover_them_except_where_einsum_broadcasts(name: str) -> None:
+    """A wrong rule would be found out by the probe, and its parameter have an exact block instead of factors."""
+    net, x = CASES[name]
+    la = Laplace(net, "regression", "all", "kron")
+    la.fit([(x, torch.zeros_like(net(x)).detach())])
+    assert bool(la.exact_blocks) == ("einsum" in name and "axis of one" in name)
 
 
 @pytest.mark.parametrize("budget", [1, 2_000, 20_000])

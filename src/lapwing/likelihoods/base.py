@@ -71,6 +71,17 @@ class Likelihood(ABC):
 
     class_axis: int | None = field(default=None, kw_only=True)
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.links and DEFAULT not in cls.links:
+            raise LikelihoodError(
+                message(
+                    f"{cls.__name__} with the links {sorted(cls.links)}",
+                    f"{DEFAULT!r} among them, which is asked for where nobody chose",
+                    f"give the closed form that should serve by default the name {DEFAULT!r} too",
+                )
+            )
+
     def __post_init__(self) -> None:
         if self.class_axis == 0:
             raise LikelihoodError(
@@ -362,6 +373,10 @@ class Positionwise(Likelihood):
         return self._log_prob(f.reshape(-1, 1), y.reshape(-1, 1)) if self.per_output else self._log_prob(f, y)
 
     def _predicted(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+        if self.links:
+            raise LikelihoodError(
+                message(f"{type(self).__name__} with links and without _predicted", "both", "write _predicted")
+            )
         return f
 
     def _outputs_of(self, p: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
