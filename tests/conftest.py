@@ -3,7 +3,7 @@
 Shapes are checked because `pyproject.toml` passes `--jaxtyping-packages`, which instruments `lapwing` before this
 file is read. To check every call takes two fifths of the suite's time, and the hundredth case of a test meets the
 annotations of its first: the check is on for tests without cases, for the first two cases of the others and every
-eighth after them, and for all with `--shapes=all`.
+sixteenth after them, and for all with `--shapes=all`.
 
 Randomness that a test is about arrives as a `torch.Generator` with its seed in the test; the global generator is reset
 before each test only because `torch.nn` initialises weights from it.
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         test = item.nodeid.partition("[")[0]
         if "readonly_memmap" in item.nodeid:
             item.add_marker(pytest.mark.slow)
-        item.stash[SHAPES] = every or cases[test] < 2 or cases[test] % 8 == 0
+        item.stash[SHAPES] = every or cases[test] < 2 or cases[test] % 16 == 0
         cases[test] += 1
 
 
