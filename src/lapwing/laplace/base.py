@@ -14,7 +14,7 @@ Closed forms are in `predictions`, searches for hyper-parameters in `tuning`, fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -517,7 +517,6 @@ class BaseLaplace:
 
     # -- predictions ---------------------------------------------------------------------------------------------------
 
-    @outside_autocast
     def linearise(self, x: Any) -> LinearMap:
         """The network at the inputs x, and its Jacobian as a linear map."""
         _ = self.space  # known before the first fit, except for a last layer that is still to be found
@@ -542,7 +541,7 @@ class BaseLaplace:
             )
 
     def _inputs(self, x: Any) -> Any:
-        if isinstance(x, Mapping):
+        if not isinstance(x, Tensor) and isinstance(x, Mapping):
             x = {key: value for key, value in x.items() if key != self.dict_key_y}
         return moved(x, self._whole.device)
 
@@ -700,15 +699,17 @@ class BaseLaplace:
             )
         return choose(pred_type, self.pred_types, "pred_type")
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
+    def _working(self) -> AbstractContextManager:
         """No graph unless asked for.
 
         Not in inference mode: what is decomposed meanwhile is kept, and differentiated another time.
         """
-        graph = self.enable_backprop and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with torch.inference_mode(False), torch.set_grad_enabled(graph):
-            yield
+        if not torch.is_inference_mode_enabled():
+            return torch.set_grad_enabled(self.enable_backprop and torch.is_grad_enabled())
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        return stack
 
     # -- tuning --------------------------------------------------------------------------------------------------------
 

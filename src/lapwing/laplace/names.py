@@ -76,7 +76,7 @@ class FeatureReduction(StrEnum):
 
 def choose(value: object, known: Iterable[str], what: str) -> str:
     """`value` as one of `known`; an error that names the nearest one otherwise."""
-    names = [str(name) for name in known]
+    names = list(map(str, known))
     name = str(value.value) if isinstance(value, Enum) else value
     if name in names:
         return str(name)

@@ -25,7 +25,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 from typing import ClassVar
 
@@ -130,7 +129,8 @@ class MatrixLayout:
     def gather(self, v: Float[Tensor, "*batch flat"]) -> Float[Tensor, "*batch groups rows width"]:
         lead = v.shape[:-1]
         weight = v[..., self.start : self.start + prod(self.stored)].reshape(*lead, *self.stored)
-        weight = weight.permute(*range(len(lead)), *(len(lead) + axis for axis in self.order))
+        order = [len(lead) + axis for axis in self.order] if lead else self.order
+        weight = weight.permute(*range(len(lead)), *order)
         weight = weight.reshape(*lead, self.groups, self.rows, self.cols)
         if self.bias is None:
             return weight
@@ -523,7 +523,7 @@ class OuterRows(MatrixRows):
 
     def _inner(self, weight: Tensor) -> Float[Tensor, "n outputs"]:
         squared = self.right[:, 0].square()
-        if len(weight) == 1:  # a small product, which einsum takes longer to prepare than to do
+        if weight.shape[0] == 1:  # a small product, which einsum takes longer to prepare than to do
             return squared[:, 0] @ weight[0].mT
         return torch.einsum("n k i, k o i -> n k o", squared, weight).flatten(1)
 
@@ -793,8 +793,10 @@ def _joined_positions(same: Sequence[Piece]) -> Piece:
 def connected(pieces: Sequence[Piece]) -> list[tuple[Segments, list[Piece]]]:
     """Pieces grouped so that pieces of different groups share no parameter, with the parameters of each group."""
     intervals = [piece.segments for piece in pieces]
-    flat = sorted([interval for own in intervals for interval in own])
-    if not any(stop > start for (_, stop), (start, _) in pairwise(flat)):  # nearly always
+    end, overlap = 0, False
+    for start, stop in sorted([interval for own in intervals for interval in own]):
+        overlap, end = overlap or start < end, stop
+    if not overlap:  # nearly always
         return [(Segments(tuple(sorted(own))), [piece]) for own, piece in zip(intervals, pieces, strict=True)]
     groups: list[tuple[list[Segment], list[Piece]]] = []
     for piece in pieces:

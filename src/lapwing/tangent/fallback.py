@@ -77,13 +77,14 @@ def batched_grad(
     """
     options = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
     # anomaly mode looks for NaN in a way that vmap refuses, and prints where: then the passes one by one
-    if len(cotangents) > 1 and together and not graph and not torch.is_anomaly_enabled():
+    count = cotangents.shape[0]
+    if count > 1 and together and not graph and not torch.is_anomaly_enabled():
         try:
             with quiet():
                 return list(torch.autograd.grad((output,), inputs, (cotangents,), is_grads_batched=True, **options))
         except RuntimeError:
             pass  # a genuine error is raised again by the plain passes
-    if len(cotangents) == 1:
+    if count == 1:
         grads = torch.autograd.grad((output,), inputs, (cotangents[0],), **options)
         return [None if grad is None else grad.unsqueeze(0) for grad in grads]
     if graph:
@@ -96,7 +97,7 @@ def batched_grad(
                 continue
             if i not in found:
                 lead = grad.shape[:1]
-                found[i] = grad.new_empty(*lead, len(cotangents), *grad.shape[1:])
+                found[i] = grad.new_empty(*lead, count, *grad.shape[1:])
                 found[i] = found[i].transpose(0, 1) if lead else found[i]
             found[i][r] = grad
     return [found.get(i) for i in range(len(inputs))]

@@ -43,12 +43,16 @@ class Paths:
 
     def unseen(self, output: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
         """The names of the parameters that the output reaches by a way that no recorded use accounts for."""
-        leaves = {id(parameter): name for name, parameter in parameters.items()}
-        inner = {edge_key(parameter): name for name, parameter in parameters.items() if parameter.grad_fn is not None}
+        leaves = dict(zip(map(id, parameters.values()), parameters, strict=True))
+        inner = {}
+        for name, parameter in parameters.items():
+            if parameter.grad_fn is not None:
+                inner[edge_key(parameter)] = name
         found = {leaves[id(output)]} if id(output) in leaves else set()
         found |= _reached(edge_key(output), leaves, inner, self.onward)
-        for source in {(s.edge.node, s.edge.output_nr): s for s in self.derived}.values():
-            found |= _reached((source.edge.node, source.edge.output_nr), leaves, inner, {}) - source.names
+        if self.derived:
+            for source in {(s.edge.node, s.edge.output_nr): s for s in self.derived}.values():
+                found |= _reached((source.edge.node, source.edge.output_nr), leaves, inner, {}) - source.names
         return found
 
 

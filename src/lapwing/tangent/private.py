@@ -121,7 +121,8 @@ class _Copies:
         copy = self._made[id(mapping)] = mapping.copy()
         if not _SHARED.issuperset(map(type, copy.values())):
             for key, value in copy.items():
-                copy[key] = self.of(value)
+                kind = type(value)
+                copy[key] = value if kind in _SHARED else (_HOW.get(kind) or _how(kind))(self, value)
         if not _SHARED.issuperset(map(type, copy)):
             entries = [(self.of(key), value) for key, value in copy.items()]
             copy.clear()

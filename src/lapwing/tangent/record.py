@@ -94,7 +94,7 @@ class Record:
     def unseen(self, output: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, str]:
         """Parameters that the output depends on by a way that was not recorded, and what is known of their use."""
         found = self.paths.unseen(output, parameters).difference(self.opaque)
-        return {name: self.seen(name) for name in sorted(found)}
+        return {name: self.seen(name) for name in sorted(found)} if found else {}
 
     def seen(self, name: str) -> str:
         """The operations that were seen to use a parameter, for messages."""
@@ -190,7 +190,10 @@ class Recorder(TorchFunctionMode):
         # the operations, also those on data alone, and their axes and sizes: another batch may take another way
         given, sizes = _given(args, kwargs)
         self.record.trace = hash((self.record.trace, name, *sizes))
-        read = [t for t in given if id(t) in self._sources]
+        read = []
+        for t in given:  # Python 3.11 makes a call of a comprehension, and this is asked for every operation
+            if id(t) in self._sources:
+                read.append(t)  # noqa: PERF401
         data = self._data.meets(given)
         routed = data and (self._routed is not None or name in INDEXING) and self._routes(name, given)
         target = written_to(kind, args, kwargs) if kwargs or kind is WRITING else None
@@ -207,7 +210,10 @@ class Recorder(TorchFunctionMode):
         else:
             before = args
         # where the graph goes on behind this operation, asked for before it may write into its arguments
-        onward = [(t.grad_fn, t.output_nr) for t in given if t.grad_fn is not None and id(t) not in self._sources]
+        onward = []
+        for t in given:
+            if t.grad_fn is not None and id(t) not in self._sources:
+                onward.append((t.grad_fn, t.output_nr))  # noqa: PERF401
         # a tensor that holds parameters loses its name when it is written to, so the names are asked for before
         names, version = (frozenset(), 0) if target is None else (self._names(read), target._version)
         out = owned(func, plain(*args, **kwargs), given)

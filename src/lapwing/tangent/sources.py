@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 
-@dataclass(frozen=True)
-class Alias:
+class Alias(NamedTuple):
     """A view of (part of) one parameter that is dense in memory.
 
     The entries are start..start+numel of the flat vector, row-major over `stored`; axis j of the view is axis

@@ -95,7 +95,9 @@ class Contraction(Use):
 
     @property
     def sources(self) -> list[Source]:
-        return [source for source in (self.weight, self.bias) if source is not None]
+        if self.weight is None:
+            return [] if self.bias is None else [self.bias]
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def without(self, names: frozenset[str]) -> Contraction | None:
         use = replace(self, weight=_dropped(self.weight, names), bias=_dropped(self.bias, names))

@@ -109,7 +109,7 @@ def rotated(
 
 def _outer(parts: Sequence[EigenPart], piece: OuterRows) -> Iterator[tuple[slice, Piece, EigenPart]]:
     left = turned = once(piece.left)
-    everything, by = slice(0, len(piece.right)), None
+    everything, by = slice(0, piece.right.shape[0]), None
     for part in parts:
         if part.row_vectors is not None and part.row_vectors is not by:  # parts share it: a block has one output side
             turned, by = _rotate_vectors(left, part.row_vectors), part.row_vectors
