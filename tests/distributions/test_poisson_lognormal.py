@@ -73,6 +73,14 @@ def test_probabilities_sum_to_the_distribution_and_its_moments(mean: float, vari
     assert float((p * (y - expected).square()).sum()) == pytest.approx(spread, rel=1e-4)
 
 
+def test_between_whole_numbers_the_distribution_is_flat() -> None:
+    law = PoissonLognormal(tensor(0.3, 0.3, 5.0, 5.0), tensor(0.5, 0.5, 0.0, 2.0))
+    for whole in (0, 2, 7):
+        at = law.cdf(torch.full((4,), float(whole), dtype=torch.float64))
+        for between in (0.25, 0.999):
+            torch.testing.assert_close(law.cdf(torch.full((4,), whole + between, dtype=torch.float64)), at)
+
+
 def test_far_rates_stay_finite() -> None:
     y, mean, variance = tensor(0, 0, 1e6, 3), tensor(50, -700, 3, 2), tensor(100, 1, 25, 1e6)
     assert bool(PoissonLognormal(mean, variance).log_prob(y).isfinite().all())

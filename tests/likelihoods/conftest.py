@@ -41,6 +41,7 @@ class Case:
     per_output: bool = True
     # f [B, C] -> targets [K, B, ...] and weights [K, B] (None: exp(log_prob)) that integrate E_y exactly
     nodes: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
+    natural: bool = True  # whether the outputs are natural parameters, where the Fisher is the Hessian
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,11 @@ CASES = [
     ),
     Case(
         "heteroscedastic", HeteroscedasticGaussian, 4, randn(2), lambda f, y: normal(halves(f)[0], y, halves(f)[1]),
-        nodes=gauss_hermite(halves),
+        nodes=gauss_hermite(halves), natural=False,
     ),
     Case(
         "bernoulli_mixture", BernoulliMixture, 3, randint(0, 2), mixture, per_output=False,
-        nodes=enumerate_classes(2, torch.float64),
+        nodes=enumerate_classes(2, torch.float64), natural=False,
     ),
 ]  # fmt: skip
 

@@ -131,7 +131,7 @@ def test_probabilities_of_discrete_targets_sum_to_one(vector_problem):
 
 
 def test_fisher_is_the_hessian_in_natural_parameters(problem):
-    if not problem.likelihood.convex or "ignore" in problem.case.name:
+    if not problem.case.natural or "ignore" in problem.case.name:
         pytest.skip("not natural parameters, or masked positions")
     hessian = problem.likelihood.hessian(problem.f, problem.y)
     torch.testing.assert_close(problem.likelihood.fisher(problem.f), hessian, rtol=0, atol=0)

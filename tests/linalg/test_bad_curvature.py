@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,7 @@ from lapwing.linalg import (
     Curvature,
     Dense,
     Diagonal,
-    EigenColumns,
     Kronecker,
-    KroneckerSum,
     MatrixLayout,
     Segments,
     Term,
@@ -146,31 +145,15 @@ def test_results_keep_the_dtype_of_the_curvature(structure) -> None:
     torch.testing.assert_close(precision.logdet().double(), expected, rtol=1e-4, atol=1e-3)
 
 
-def _narrow_product(curvature: Kronecker) -> Kronecker:
-    terms = tuple(Term(t.cols.float(), t.rows.float(), t.count) for t in curvature.terms)
-    return Kronecker(curvature.layout, terms, curvature.joint_bias, curvature.factored_damping)
-
-
-def _narrow(curvature: Curvature) -> Curvature:
-    if isinstance(curvature, Dense):
-        return Dense(curvature.matrix.float())
-    if isinstance(curvature, Diagonal):
-        return Diagonal(curvature.values.float())
-    if isinstance(curvature, Kronecker):
-        return _narrow_product(curvature)
-    if isinstance(curvature, KroneckerSum):
-        return KroneckerSum(tuple(map(_narrow_product, curvature.parts)))
-    if isinstance(curvature, CorrectedKronecker):
-        rows = None if curvature.row_vectors is None else curvature.row_vectors.float()
-        return CorrectedKronecker(curvature.layout, rows, _narrowed(curvature.columns), _narrowed(curvature.apart))
-    assert isinstance(curvature, Blocks)
-    return Blocks(curvature.size, tuple(Block(b.name, b.segments, _narrow(b.curvature)) for b in curvature.blocks))
-
-
-def _narrowed(columns: tuple[EigenColumns, ...]) -> tuple[EigenColumns, ...]:
-    return tuple(
-        EigenColumns(c.start, None if c.vectors is None else c.vectors.float(), c.values.float()) for c in columns
-    )
+def _narrow(value: Any) -> Any:
+    """The same structure, of whatever kind, with float32 tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(map(_narrow, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _narrow(getattr(value, field.name)) for field in fields(value)})
+    return value
 
 
 # -- corrected Kronecker blocks ---------------------------------------------------------------------------------------

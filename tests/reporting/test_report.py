@@ -23,6 +23,7 @@ from lapwing.reporting import report, statistics
 from lapwing.reporting.observations import Observations, disturbed, observe
 from lapwing.reporting.page import plain_values
 from lapwing.reporting.predictions import Classes, Numbers
+from lapwing.tables.conformal import Conformal
 from unchanged import unchanged
 
 D, C = 3, 4
@@ -251,6 +252,26 @@ def test_each_half_of_the_rows_is_tested_by_what_the_other_calibrates() -> None:
             bound = error[calibration].abs().sort().values[int(rank) - 1] if rank <= 7 else torch.tensor(torch.inf)
             inside += int((error[rest].abs() <= bound).sum())
         assert covered == inside / n
+
+
+def test_a_conformal_set_of_classes_is_never_empty() -> None:
+    """Half of the rows sure and right, half unsure: the bound of the sure ones would leave others without a class."""
+    sure = torch.tensor([0.97, 0.02, 0.01], dtype=torch.float64)
+    unsure = torch.tensor([0.4, 0.35, 0.25], dtype=torch.float64)
+    p = torch.stack([sure] * 36 + [unsure] * 4)
+    data = Classes(torch.zeros(40, dtype=torch.int64), p, p, torch.ones(40, dtype=torch.float64))
+    found = statistics.crossed(data, seed=1)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    for at, level in enumerate(statistics.LEVELS):
+        sizes, hits = [], []
+        for calibration, rest in ((order[:20], order[20:]), (order[20:], order[:20])):
+            conformal = Conformal(1 - p[calibration, 0])
+            sets = conformal.sets(p[rest], level)
+            sizes.append(sets.sum(1).double())
+            hits.append(sets[:, 0])
+        assert found["width"][at] == pytest.approx(float(torch.cat(sizes).mean()))
+        assert found["width"][at] >= 1
+        assert found["covered"][at] == pytest.approx(float(torch.cat(hits).double().mean())) == 1.0
 
 
 def test_the_transform_of_right_predictions_is_flat() -> None:

@@ -87,13 +87,13 @@ class PoissonLognormal(Distribution):
         return torch.cat([_log_prob(*chunk) for chunk in zip(*chunks, strict=True)]).to(self.log_rate.dtype)
 
     def cdf(self, y: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """P(count <= y); zero below zero.
+        """P(count <= y): a step at every whole number, zero below zero.
 
         Given f it is P(G > exp f) for G of the gamma law with shape y + 1, a step of width 1 / sqrt(y + 1) in f. Where
         f is narrower than that, Gauss-Hermite over f; else the same number is E Phi((log G - log_rate) / deviation)
         over G.
         """
-        whole = y.double().clamp_min(0) + 1, self.log_rate.double(), self.variance.double().clamp_min(0).sqrt()
+        whole = y.double().clamp_min(0).floor() + 1, self.log_rate.double(), self.variance.double().clamp_min(0).sqrt()
         chunks = (torch.split(part, CHUNK) for part in whole)
         above_zero = torch.cat([_cdf(*chunk) for chunk in zip(*chunks, strict=True)])
         return torch.where(y < 0, 0.0, above_zero).to(self.log_rate.dtype)

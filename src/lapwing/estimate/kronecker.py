@@ -248,7 +248,7 @@ def _is_matrix(group: Sequence[Piece]) -> bool:
 
 
 def _upright(group: Sequence[Piece]) -> MatrixLayout:
-    """The layout the block takes: that of the use with a bias, else of the first product, else of the table."""
+    """The layout the block takes: that of the use with a bias, else of the table, else of the first product."""
     outer = [piece.layout for piece in group if isinstance(piece, OuterRows)]
     tables = [piece.layout for piece in group if isinstance(piece, LookupRows)]
     return next((layout for layout in outer if layout.bias is not None), (tables + outer)[0])

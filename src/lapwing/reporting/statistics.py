@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import ceil, log
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lapwing import metrics
@@ -19,7 +19,7 @@ from lapwing.laplace import BaseLaplace
 from lapwing.reporting.observations import Observations
 from lapwing.reporting.predictions import SOURCES, Classes, Counts, Numbers, Source
 from lapwing.reporting.words import Figures
-from lapwing.tables.conformal import amount_scores, class_scores, quantile
+from lapwing.tables.conformal import amount_scores, class_scores, class_sets, quantile
 
 DENSE = 4000
 """Up to so many parameters a full curvature is made dense in float64."""
@@ -124,8 +124,9 @@ def crossed(data: Numbers | Counts | Classes, seed: int = 0) -> Figures:
         inside, sizes = [], []
         for calibration, rest in (halves, halves[::-1]):
             bound = quantile(scores[calibration], level)
-            inside.append(scores[rest] <= bound)
-            sizes.append(_conformal_sizes(data, rest, bound))
+            hit, size = _conformal_hits(data, scores, rest, bound)
+            inside.append(hit)
+            sizes.append(size)
         covered.append(float(torch.cat(inside).double().mean()))
         width.append(float(torch.cat(sizes).mean()))
     how = "calibrated on one half of these rows and tested on the other, both ways"
@@ -139,10 +140,14 @@ def _conformal_scores(data: Numbers | Counts | Classes) -> Float[Tensor, " n"]:
     return amount_scores(data.mean, data.deviation, data.targets)
 
 
-def _conformal_sizes(data: Numbers | Counts | Classes, rows: Tensor, bound: float) -> Float[Tensor, " n"]:
+def _conformal_hits(
+    data: Numbers | Counts | Classes, scores: Float[Tensor, " n"], rows: Tensor, bound: float
+) -> tuple[Bool[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """Which of the rows are covered, and how large their sets or intervals are."""
     if isinstance(data, Classes):
-        return (1 - data.probabilities[rows] <= bound).sum(-1).double()
-    return 2 * bound * data.deviation[rows]
+        sets = class_sets(data.probabilities[rows], bound)
+        return sets.gather(1, data.targets[rows].unsqueeze(1)).squeeze(1), sets.sum(-1).double()
+    return scores[rows] <= bound, 2 * bound * data.deviation[rows]
 
 
 def errors(data: Numbers | Counts | Classes, points: int = 1500, seed: int = 0) -> Figures:

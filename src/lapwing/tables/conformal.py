@@ -54,6 +54,11 @@ def amount_scores(
     return (targets - mean).abs() / deviation
 
 
+def class_sets(probabilities: Float[Tensor, "n classes"], bound: float) -> Bool[Tensor, "n classes"]:
+    """The classes whose score is within the bound, and always the most probable one."""
+    return (1 - probabilities <= bound) | (probabilities == probabilities.max(1, keepdim=True).values)
+
+
 def class_scores(probabilities: Float[Tensor, "n classes"], targets: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
     """1 - p(y)."""
     return 1 - probabilities.gather(1, targets.unsqueeze(1)).squeeze(1)
@@ -78,8 +83,7 @@ class Conformal:
 
     def sets(self, probabilities: Float[Tensor, "batch classes"], level: float = 0.9) -> Bool[Tensor, "batch classes"]:
         """Which classes are in the set of each row; all where there are too few held-out rows for the level."""
-        inside = 1 - probabilities <= quantile(self.scores, level)
-        return inside | (probabilities == probabilities.max(1, keepdim=True).values)
+        return class_sets(probabilities, quantile(self.scores, level))
 
     def explain(self, level: float = 0.9, classes: bool = False) -> str:
         """What is promised, in words."""
