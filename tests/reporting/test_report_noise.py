@@ -192,7 +192,7 @@ def table() -> pd.DataFrame:
 
 @pytest.mark.parametrize("noise", ["varying", "constant"])
 def test_a_table_has_the_scores_of_its_summary(tmp_path: Path, table: pd.DataFrame, noise: str) -> None:
-    bundle = fit_table(table, "price", noise=noise, epochs=40)
+    bundle = fit_table(table, "price", noise=noise, epochs=10)
     assert bundle.spec.varying == (noise == "varying")
     figures = report(bundle, table, tmp_path / "r.html")
     assert figures["rows_are_test"]
