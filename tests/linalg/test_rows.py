@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from contracts import close, generator, normal, outer, positions, spelled_out
 from lapwing.linalg import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece, Segments
-from lapwing.linalg.rows import Places, assemble, chunks, connected, merge_segments
+from lapwing.linalg.budget import chunks
+from lapwing.linalg.layout import merge_segments
+from lapwing.linalg.rows import Places, assemble, connected
 
 fast = settings(deadline=None, max_examples=60, derandomize=True)
 

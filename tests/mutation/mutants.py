@@ -73,7 +73,7 @@ LINALG = (
     ),
     Mutant(
         "an interval that lies within another cuts off the end of the larger one",
-        "linalg/rows.py",
+        "linalg/layout.py",
         "max(merged[-1][1], stop)",
         "stop",
         ("linalg/test_rows.py", "linalg/test_dual.py", "estimate/test_estimators.py"),
@@ -366,8 +366,8 @@ APPLICATIONS = (
     Mutant(
         "a conformal set may be empty",
         "tables/conformal.py",
-        "return inside | (probabilities == probabilities.max(1, keepdim=True).values)",
-        "return inside",
+        "return (1 - probabilities <= bound) | (probabilities == probabilities.max(1, keepdim=True).values)",
+        "return 1 - probabilities <= bound",
         ("tables/test_conformal.py",),
     ),
     Mutant(
@@ -502,7 +502,7 @@ SECOND_BELOW = (
     # inverse is another one. Swaps of two axes (linear, transposed convolutions) are their own inverse
     Mutant(
         "rows of a weight go back to the order of its axes by the permutation itself, not its inverse",
-        "linalg/rows.py",
+        "linalg/layout.py",
         "back = sorted(range(len(self.order)), key=self.order.__getitem__)",
         "back = self.order",
         (
@@ -1899,8 +1899,8 @@ THIRD = (
     Mutant(
         "conformal intervals of a report are tested on the rows that calibrated them",
         "reporting/statistics.py",
-        "inside.append(scores[rest] <= bound)",
-        "inside.append(scores[calibration] <= bound)",
+        "_conformal_hits(data, scores, rest, bound)",
+        "_conformal_hits(data, scores, calibration, bound)",
         (
             "reporting/test_report.py",
             "reporting/test_report_counts.py",

@@ -23,7 +23,8 @@ from lapwing.linalg import (
     Segments,
     Term,
 )
-from lapwing.linalg.rows import DEFAULT_BUDGET, assemble, chunks
+from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.rows import assemble
 
 
 class Accumulator(ABC):

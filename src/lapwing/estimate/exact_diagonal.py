@@ -18,7 +18,8 @@ from lapwing.estimate.data_pass import Batches, pulled
 from lapwing.estimate.symmetric_sums import FEW_ROWS
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Diagonal, MatrixLayout, OuterRows, Piece, Segments
-from lapwing.linalg.rows import assemble, chunks, connected
+from lapwing.linalg.budget import chunks
+from lapwing.linalg.rows import assemble, connected
 from lapwing.tangent import Tangent
 
 

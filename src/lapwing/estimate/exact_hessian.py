@@ -16,7 +16,7 @@ from lapwing.estimate.data_pass import Batches, linearised
 from lapwing.estimate.exact_blocks import partition
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Block, Blocks, Dense, Diagonal, Segments
-from lapwing.linalg.rows import chunks
+from lapwing.linalg.budget import chunks
 from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.fallback import batched_grad
 

@@ -41,7 +41,8 @@ from lapwing.linalg import (
     Segments,
 )
 from lapwing.linalg.blocks import covering
-from lapwing.linalg.rows import Segment, connected
+from lapwing.linalg.layout import Segment
+from lapwing.linalg.rows import connected
 from lapwing.params import ParamSpace
 from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.probe import Probe

@@ -29,7 +29,8 @@ from lapwing.estimate.kronecker import KroneckerOptions
 from lapwing.estimate.symmetric_sums import GramSum, SymmetricSum, mirrored
 from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Block, Blocks, Dense, Diagonal, Kronecker, MatrixLayout, Piece, Term
-from lapwing.linalg.rows import chunks, merge_segments
+from lapwing.linalg.budget import chunks
+from lapwing.linalg.layout import merge_segments
 from lapwing.tangent.features import FeatureMap, FeatureTangent
 
 

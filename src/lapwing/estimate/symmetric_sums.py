@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.rows import Piece, assemble, chunks
+from lapwing.linalg.budget import chunks
+from lapwing.linalg.rows import Piece, assemble
 
 
 @dataclass

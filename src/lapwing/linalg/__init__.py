@@ -10,9 +10,10 @@ from lapwing.linalg.kronecker.corrected import CorrectedKronecker, EigenColumns
 from lapwing.linalg.kronecker.factors import Term, nearest_kronecker
 from lapwing.linalg.kronecker.precision import KroneckerPrecision
 from lapwing.linalg.kronecker.structure import Kronecker, KroneckerSum
+from lapwing.linalg.layout import MatrixLayout, Segments
 from lapwing.linalg.low_rank import LowRank
 from lapwing.linalg.row_set import RowSet
-from lapwing.linalg.rows import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece, Segments
+from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece
 
 __all__ = [
     "Block",

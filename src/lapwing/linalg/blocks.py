@@ -18,7 +18,8 @@ from lapwing.errors import CurvatureError
 from lapwing.linalg.checks import check_prior
 from lapwing.linalg.contracts import Curvature, Precision, same_kind
 from lapwing.linalg.diagonal import Diagonal
-from lapwing.linalg.rows import Piece, Places, Segments
+from lapwing.linalg.layout import Segments
+from lapwing.linalg.rows import Piece, Places
 
 
 @dataclass(frozen=True, eq=False)

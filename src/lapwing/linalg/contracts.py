@@ -18,8 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.budget import DEFAULT_BUDGET
 from lapwing.linalg.checks import check_precisions, eigh
-from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, push
+from lapwing.linalg.rows import Piece, push
 
 
 @runtime_checkable

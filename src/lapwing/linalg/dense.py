@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
 from lapwing.linalg.checks import (
     check_finite,
     check_positive,
@@ -29,7 +30,7 @@ from lapwing.linalg.checks import (
     normal,
 )
 from lapwing.linalg.contracts import Curvature, Multiple, Precision, same_kind
-from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks
+from lapwing.linalg.rows import DenseRows, Piece, assemble
 
 
 @dataclass(frozen=True, eq=False)

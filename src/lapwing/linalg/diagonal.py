@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lapwing.linalg.budget import DEFAULT_BUDGET
 from lapwing.linalg.checks import check_finite, check_positive, check_precisions, check_prior, check_scale, normal
 from lapwing.linalg.contracts import Curvature, Precision, same_kind
-from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, add_grams, add_squares, weighed
+from lapwing.linalg.rows import Piece, add_grams, add_squares, weighed
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,12 +34,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
 from lapwing.linalg.checks import check_finite, check_precisions, check_prior, check_scale, eigh_psd, normal
 from lapwing.linalg.contracts import Curvature, Multiple, Precision, same_kind
 from lapwing.linalg.dense import CholeskyPrecision, DensePrecision, EigenPrecision
 from lapwing.linalg.diagonal import DiagonalPrecision
 from lapwing.linalg.row_set import RowSet
-from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, chunks
+from lapwing.linalg.rows import Piece
 
 KEPT = 2**31
 """Bytes that the Gram matrices of all blocks may take; beyond it they are computed again for every prior."""

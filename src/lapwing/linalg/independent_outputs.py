@@ -35,11 +35,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.budget import DEFAULT_BUDGET
 from lapwing.linalg.checks import check_scale
 from lapwing.linalg.contracts import Curvature, LinearMap, Multiple, Precision, same_kind
 from lapwing.linalg.dual import Dual, DualPrecision
 from lapwing.linalg.row_set import RowSet
-from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, push
+from lapwing.linalg.rows import Piece, push
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.rows import Cut, MatrixLayout, Piece, chunks
+from lapwing.linalg.budget import chunks
+from lapwing.linalg.layout import Cut, MatrixLayout
+from lapwing.linalg.rows import Piece
 
 
 @dataclass(frozen=True, eq=False)

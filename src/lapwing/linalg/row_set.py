@@ -21,8 +21,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
+from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.layout import Segment, Segments, merge_segments
 from lapwing.linalg.row_products import Stack, block_cross, block_traced
-from lapwing.linalg.rows import DEFAULT_BUDGET, Piece, Places, Segment, Segments, chunks, merge_segments, push
+from lapwing.linalg.rows import Piece, Places, push
 
 
 class Adjoint(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Rows of a Jacobian in factored form, and where their entries live in the flat vector.
+"""Rows of a Jacobian in factored form.
 
 A *row* belongs to one cotangent r and one data point n. A `Piece` holds a batch of rows [R, N] restricted to some
 parameters, without spelling them out:
@@ -7,8 +7,7 @@ parameters, without spelling them out:
     LookupRows  row = sum_t onehot(index[n,t]) (x) left[r,n,t]     (an embedding table)
     DenseRows   row spelled out                                    (vectors, and whatever has no structure)
 
-`MatrixLayout` says which entries of the flat vector make up the matrix [K, O, I], K independent groups of rows
-(grouped convolutions; K = 1 otherwise), with the bias as last column when there is one.
+A `MatrixLayout` (`lapwing.linalg.layout`) says where the entries of the matrix lie in the flat vector.
 
 What can be computed from rows is a method of `Piece`: products with directions (`push`, `pull`), with other rows
 (`product`), and their weighted squares, sum_p row[r,n,p] weight[p] row[s,n,p], for a weight in the shape of the piece:
@@ -29,131 +28,11 @@ from math import prod
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Segment = tuple[int, int]
-Cut = tuple[slice, slice, slice]
-"""Groups, rows and columns of a matrix [K, O, I]."""
-DEFAULT_BUDGET = 2**28
-"""Bytes that one intermediate of a fit or a prediction may take; work is cut into chunks that fit."""
-
-CACHE = 2**22
-"""Bytes of an intermediate that is read again at once: small enough to stay in a processor's cache."""
-
-
-def chunks(total: int, bytes_per_item: int, budget: int) -> Iterator[slice]:
-    """Consecutive slices of range(total), each within the budget (at least one item)."""
-    step = max(1, min(total, budget // max(1, bytes_per_item)))
-    for start in range(0, total, step):
-        yield slice(start, min(start + step, total))
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Disjoint intervals of the flat vector, glued together into local coordinates 0..size."""
-
-    intervals: tuple[Segment, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(stop - start for start, stop in self.intervals)
-
-    def gather(self, v: Shaped[Tensor, "*batch flat"]) -> Shaped[Tensor, "*batch local"]:
-        parts = [v[..., start:stop] for start, stop in self.intervals]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def scatter(self, local: Float[Tensor, "*batch local"], out: Float[Tensor, "*batch flat"]) -> None:
-        at = 0
-        for start, stop in self.intervals:
-            out[..., start:stop] = local[..., at : at + stop - start]
-            at += stop - start
-
-    def contains(self, segment: Segment) -> bool:
-        return any(start <= segment[0] and segment[1] <= stop for start, stop in self.intervals)
-
-    def local(self, position: int) -> int:
-        at = 0
-        for start, stop in self.intervals:
-            if start <= position < stop:
-                return at + position - start
-            at += stop - start
-        raise IndexError(f"position {position} lies in none of {self.intervals}")
-
-    def flat(self, local: int) -> int:
-        """Where a local position lies in the flat vector."""
-        for start, stop in self.intervals:
-            if local < stop - start:
-                return start + local
-            local -= stop - start
-        raise IndexError(f"local position {local} lies beyond {self.intervals}")
-
-
-def merge_segments(segments: Sequence[Segment]) -> Segments:
-    """The union of intervals, as sorted disjoint ones."""
-    merged: list[Segment] = []
-    for start, stop in sorted(set(segments)):
-        if merged and start < merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return Segments(tuple(merged))
-
-
-@dataclass(frozen=True)
-class MatrixLayout:
-    """Entries start..start+numel, stored as `stored` axes, permuted by `order` and read as [groups, rows, cols].
-
-    `bias`, when given, is the start of groups*rows entries that form the last column. A weight used transposed or a
-    transposed convolution differs only in `order`: the flat order of the parameter is never changed.
-    """
-
-    start: int
-    stored: tuple[int, ...]
-    order: tuple[int, ...]
-    groups: int
-    rows: int
-    cols: int
-    bias: int | None = None
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        weight = (self.start, self.start + prod(self.stored))
-        return (weight,) if self.bias is None else (weight, (self.bias, self.bias + self.groups * self.rows))
-
-    @property
-    def width(self) -> int:
-        """Number of columns, the bias included."""
-        return self.cols + (self.bias is not None)
-
-    def gather(self, v: Float[Tensor, "*batch flat"]) -> Float[Tensor, "*batch groups rows width"]:
-        lead = v.shape[:-1]
-        weight = v[..., self.start : self.start + prod(self.stored)].reshape(*lead, *self.stored)
-        order = [len(lead) + axis for axis in self.order] if lead else self.order
-        weight = weight.permute(*range(len(lead)), *order)
-        weight = weight.reshape(*lead, self.groups, self.rows, self.cols)
-        if self.bias is None:
-            return weight
-        bias = v[..., self.bias : self.bias + self.groups * self.rows].reshape(*lead, self.groups, self.rows, 1)
-        return torch.cat([weight, bias], dim=-1)
-
-    def scatter_add(self, matrix: Float[Tensor, "*batch groups rows width"], out: Float[Tensor, "*batch flat"]) -> None:
-        lead = matrix.shape[:-3]
-        weight = matrix[..., : self.cols].reshape(*lead, *(self.stored[axis] for axis in self.order))
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        weight = weight.permute(*range(len(lead)), *(len(lead) + axis for axis in back))
-        out[..., self.start : self.start + prod(self.stored)] += weight.reshape(*lead, prod(self.stored))
-        if self.bias is not None:
-            bias = matrix[..., self.cols].reshape(*lead, self.groups * self.rows)
-            out[..., self.bias : self.bias + self.groups * self.rows] += bias
-
-    def moved(self, to: Segments) -> MatrixLayout:
-        """The same layout in the local coordinates of `to`."""
-        return replace(self, start=to.local(self.start), bias=None if self.bias is None else to.local(self.bias))
-
-    def placed(self, at: Segments) -> MatrixLayout:
-        """A layout in the local coordinates of `at`, in flat ones."""
-        return replace(self, start=at.flat(self.start), bias=None if self.bias is None else at.flat(self.bias))
+from lapwing.linalg.budget import CACHE, DEFAULT_BUDGET, chunks
+from lapwing.linalg.layout import Cut, MatrixLayout, Segment, Segments, merge_segments
 
 
 def contract(

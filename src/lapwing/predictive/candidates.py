@@ -26,7 +26,7 @@ from lapwing.errors import CurvatureError, OptionError
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.links import Link, check_link
 from lapwing.linalg import Curvature, LinearMap
-from lapwing.linalg.rows import CACHE, chunks
+from lapwing.linalg.budget import CACHE, chunks
 
 Prediction = Tensor | tuple[Tensor, Tensor]
 

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.errors import LapwingError, ModelError
-from lapwing.linalg.rows import chunks
+from lapwing.linalg.budget import chunks
 from lapwing.posterior import Gaussian
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import Called, check_input

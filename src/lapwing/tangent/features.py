@@ -30,7 +30,9 @@ from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError
 from lapwing.linalg.autocast import outside_modes
-from lapwing.linalg.rows import DEFAULT_BUDGET, MatrixLayout, OuterRows, Piece, assemble, chunks
+from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.layout import MatrixLayout
+from lapwing.linalg.rows import OuterRows, Piece, assemble
 from lapwing.params import ParamSpace
 from lapwing.tangent.inputs import all_finite, batch_size, call, check_input, outside_inference, shape_key, take
 from lapwing.tangent.last_layer import (

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError, UnsupportedOperationError
 from lapwing.linalg.autocast import outside_autocast, outside_modes
-from lapwing.linalg.rows import DEFAULT_BUDGET, DenseRows, Piece, assemble, chunks, push, side_by_side
+from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.rows import DenseRows, Piece, assemble, push, side_by_side
 from lapwing.params import ParamSpace
 from lapwing.tangent.checks import check_output, check_space, check_trainable
 from lapwing.tangent.fallback import batched_grad, gradients, opaque_rows, pull_back

@@ -20,7 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.rows import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece
+from lapwing.linalg.layout import MatrixLayout
+from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece
 from lapwing.tangent.samples import SampleAxis
 from lapwing.tangent.sources import Alias, Derived, Source
 

@@ -35,7 +35,7 @@ from lapwing.estimate.propagated.recursion.walk import walk_back
 from lapwing.estimate.symmetric_sums import GramSum
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Blocks, Dense, Diagonal, Segments
-from lapwing.linalg.rows import chunks
+from lapwing.linalg.budget import chunks
 from lapwing.tangent import Tangent
 from lapwing.tape.nodes import Value
 from lapwing.tape.tape import record

@@ -41,7 +41,8 @@ from lapwing.linalg.contracts import Curvature, same_kind
 from lapwing.linalg.kronecker.factors import block_priors, joint_prior, last_entry
 from lapwing.linalg.kronecker.precision import KroneckerPrecision
 from lapwing.linalg.kronecker.rotation import EigenPart, each_part, swept
-from lapwing.linalg.rows import MatrixLayout, Piece
+from lapwing.linalg.layout import MatrixLayout
+from lapwing.linalg.rows import Piece
 
 TIE = 64
 """Eigenvalues that differ by this many roundings of the largest count as equal; zeros were seen to move by 5."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lapwing.errors import CurvatureError
 from lapwing.linalg.checks import check_finite, eigh_psd
-from lapwing.linalg.rows import MatrixLayout
+from lapwing.linalg.layout import MatrixLayout
 
 Factor = Tensor
 """[K, d, d], or [K, d] for a diagonal matrix."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from lapwing.linalg.checks import normal
 from lapwing.linalg.contracts import Precision
 from lapwing.linalg.kronecker.rotation import EigenPart, each_part, rotated
-from lapwing.linalg.rows import MatrixLayout, Piece, Weighed, add_grams, add_squares
+from lapwing.linalg.layout import MatrixLayout
+from lapwing.linalg.rows import Piece, Weighed, add_grams, add_squares
 
 
 @dataclass(frozen=True, eq=False)

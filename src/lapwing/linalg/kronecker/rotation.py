@@ -15,20 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.rows import (
-    CACHE,
-    DEFAULT_BUDGET,
-    DenseRows,
-    LookupRows,
-    MatrixLayout,
-    OuterRows,
-    Piece,
-    assemble,
-    chunks,
-    contract_bytes,
-    contract_folded,
-    once,
-)
+from lapwing.linalg.budget import CACHE, DEFAULT_BUDGET, chunks
+from lapwing.linalg.layout import MatrixLayout
+from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece, assemble, contract_bytes, contract_folded, once
 
 
 @dataclass(frozen=True, eq=False)

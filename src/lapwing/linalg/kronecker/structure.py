@@ -50,7 +50,8 @@ from lapwing.linalg.kronecker.factors import (
 from lapwing.linalg.kronecker.precision import KroneckerPrecision
 from lapwing.linalg.kronecker.rotation import EigenPart, swept
 from lapwing.linalg.kronecker.sweep import outer_sweep
-from lapwing.linalg.rows import MatrixLayout, OuterRows, Piece
+from lapwing.linalg.layout import MatrixLayout
+from lapwing.linalg.rows import OuterRows, Piece
 
 
 @dataclass(frozen=True, eq=False)

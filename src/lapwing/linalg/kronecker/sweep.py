@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lapwing.linalg.rows import DEFAULT_BUDGET, OuterRows, chunks
+from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.rows import OuterRows
 
 ORDER, STEP = 12, 1 / 3
 """Points of a local polynomial and their distance in log l: error (STEP / pi)^ORDER (1/2 3/2 ... 11/2)^2, or 5e-8."""

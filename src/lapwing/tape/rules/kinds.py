@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperationError
-from lapwing.linalg.rows import DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
 from lapwing.tangent.operations import RECURRENT, WRITING, flat, traits
 from lapwing.tangent.quiet import quiet
 from lapwing.tangent.rules import ELEMENTWISE, methods

@@ -23,7 +23,8 @@ from lapwing.estimate.propagated.recursion.refusal import ALTERNATIVES, refuse
 from lapwing.estimate.propagated.recursion.sample_axes import Place, TapedBatch
 from lapwing.estimate.propagated.recursion.uses import without_bias
 from lapwing.linalg import LookupRows, OuterRows, Piece
-from lapwing.linalg.rows import chunks, connected
+from lapwing.linalg.budget import chunks
+from lapwing.linalg.rows import connected
 from lapwing.tangent.samples import SampleAxis
 from lapwing.tangent.uses import Contraction, Lookup
 from lapwing.tape.nodes import Value

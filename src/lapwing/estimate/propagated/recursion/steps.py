@@ -21,7 +21,7 @@ from torch import Tensor
 from lapwing.estimate.propagated.recursion.refusal import refuse
 from lapwing.estimate.propagated.recursion.sample_axes import Frame, TapedBatch
 from lapwing.estimate.symmetric_sums import GramSum
-from lapwing.linalg.rows import chunks
+from lapwing.linalg.budget import chunks
 from lapwing.tangent.quiet import quiet
 from lapwing.tape.nodes import Node, Value
 

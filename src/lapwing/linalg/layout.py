@@ -1,0 +1,126 @@
+"""Where the entries of a matrix, or of a part of the parameters, lie in the flat vector.
+
+`Segments` are intervals of it, glued together. `MatrixLayout` says which entries make up a matrix [K, O, I], K
+independent groups of rows (grouped convolutions; K = 1 otherwise), with the bias as last column when there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+Segment = tuple[int, int]
+Cut = tuple[slice, slice, slice]
+"""Groups, rows and columns of a matrix [K, O, I]."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Disjoint intervals of the flat vector, glued together into local coordinates 0..size."""
+
+    intervals: tuple[Segment, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.intervals)
+
+    def gather(self, v: Shaped[Tensor, "*batch flat"]) -> Shaped[Tensor, "*batch local"]:
+        parts = [v[..., start:stop] for start, stop in self.intervals]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def scatter(self, local: Float[Tensor, "*batch local"], out: Float[Tensor, "*batch flat"]) -> None:
+        at = 0
+        for start, stop in self.intervals:
+            out[..., start:stop] = local[..., at : at + stop - start]
+            at += stop - start
+
+    def contains(self, segment: Segment) -> bool:
+        return any(start <= segment[0] and segment[1] <= stop for start, stop in self.intervals)
+
+    def local(self, position: int) -> int:
+        at = 0
+        for start, stop in self.intervals:
+            if start <= position < stop:
+                return at + position - start
+            at += stop - start
+        raise IndexError(f"position {position} lies in none of {self.intervals}")
+
+    def flat(self, local: int) -> int:
+        """Where a local position lies in the flat vector."""
+        for start, stop in self.intervals:
+            if local < stop - start:
+                return start + local
+            local -= stop - start
+        raise IndexError(f"local position {local} lies beyond {self.intervals}")
+
+
+def merge_segments(segments: Sequence[Segment]) -> Segments:
+    """The union of intervals, as sorted disjoint ones."""
+    merged: list[Segment] = []
+    for start, stop in sorted(set(segments)):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return Segments(tuple(merged))
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """Entries start..start+numel, stored as `stored` axes, permuted by `order` and read as [groups, rows, cols].
+
+    `bias`, when given, is the start of groups*rows entries that form the last column. A weight used transposed or a
+    transposed convolution differs only in `order`: the flat order of the parameter is never changed.
+    """
+
+    start: int
+    stored: tuple[int, ...]
+    order: tuple[int, ...]
+    groups: int
+    rows: int
+    cols: int
+    bias: int | None = None
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        weight = (self.start, self.start + prod(self.stored))
+        return (weight,) if self.bias is None else (weight, (self.bias, self.bias + self.groups * self.rows))
+
+    @property
+    def width(self) -> int:
+        """Number of columns, the bias included."""
+        return self.cols + (self.bias is not None)
+
+    def gather(self, v: Float[Tensor, "*batch flat"]) -> Float[Tensor, "*batch groups rows width"]:
+        lead = v.shape[:-1]
+        weight = v[..., self.start : self.start + prod(self.stored)].reshape(*lead, *self.stored)
+        order = [len(lead) + axis for axis in self.order] if lead else self.order
+        weight = weight.permute(*range(len(lead)), *order)
+        weight = weight.reshape(*lead, self.groups, self.rows, self.cols)
+        if self.bias is None:
+            return weight
+        bias = v[..., self.bias : self.bias + self.groups * self.rows].reshape(*lead, self.groups, self.rows, 1)
+        return torch.cat([weight, bias], dim=-1)
+
+    def scatter_add(self, matrix: Float[Tensor, "*batch groups rows width"], out: Float[Tensor, "*batch flat"]) -> None:
+        lead = matrix.shape[:-3]
+        weight = matrix[..., : self.cols].reshape(*lead, *(self.stored[axis] for axis in self.order))
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        weight = weight.permute(*range(len(lead)), *(len(lead) + axis for axis in back))
+        out[..., self.start : self.start + prod(self.stored)] += weight.reshape(*lead, prod(self.stored))
+        if self.bias is not None:
+            bias = matrix[..., self.cols].reshape(*lead, self.groups * self.rows)
+            out[..., self.bias : self.bias + self.groups * self.rows] += bias
+
+    def moved(self, to: Segments) -> MatrixLayout:
+        """The same layout in the local coordinates of `to`."""
+        return replace(self, start=to.local(self.start), bias=None if self.bias is None else to.local(self.bias))
+
+    def placed(self, at: Segments) -> MatrixLayout:
+        """A layout in the local coordinates of `at`, in flat ones."""
+        return replace(self, start=at.flat(self.start), bias=None if self.bias is None else at.flat(self.bias))
