@@ -398,6 +398,18 @@ def test_points_that_cannot_be_joined_stay_apart() -> None:
     assert sum(len(y) for _, y in found) == 11
 
 
+def test_points_with_other_shared_tensors_stay_apart() -> None:
+    """A mask [T, T] that belongs to the batch, not to a sample of it."""
+    masks = [torch.eye(3), torch.eye(3), torch.ones(3, 3)]
+    data = [((torch.full((4, 3), float(i)), mask), torch.full((4,), float(i))) for i, mask in enumerate(masks)]
+    found = estimate.subset(data, 10, generator())
+    assert sum(len(y) for _, y in found) == 10
+    for (x, mask), y in found:
+        for number in y.tolist():
+            assert torch.equal(mask, masks[int(number)])
+        assert torch.equal(x[:, 0], y)
+
+
 def test_a_subset_of_more_than_there_is_is_refused() -> None:
     with pytest.raises(DataError, match=r"subset of 12 .* holds 11; expected at most"):
         estimate.subset(numbered(8, 3), 12)

@@ -93,3 +93,58 @@ def test_draws_are_scored_by_the_density_of_their_mixture() -> None:
     generator = torch.Generator().manual_seed(5)
     la.optimize_prior_precision(pred_type="nn", method="gridsearch", generator=generator, **ask)
     torch.testing.assert_close(la.prior_precision, grid[best : best + 1])
+
+
+SIGMA = 0.3
+
+
+def noisy(estimator: str = "ggn") -> BaseLaplace:
+    torch.manual_seed(0)
+    options = {"estimator": estimator} if estimator != "ggn" else {}
+    la = Laplace(nn.Linear(3, 2).double(), "regression", "all", "full", sigma_noise=SIGMA, **options)
+    la.fit(data("regression"))
+    return la
+
+
+def held_out_scores(la: BaseLaplace, precisions: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The mean negative log density of the predictive Gaussian at each precision, from `la` itself."""
+    scores = []
+    for precision in precisions:
+        la.prior_precision = float(precision)
+        mean, variance = la(x, diagonal_output=True)
+        law = torch.distributions.Normal(mean, (variance + SIGMA**2).sqrt())
+        scores.append(-law.log_prob(y).sum(-1).mean())
+    return torch.stack(scores)
+
+
+@pytest.mark.parametrize("estimator", ["ggn", "empirical"])
+def test_a_grid_sees_the_curvature_that_predictions_see(estimator: str) -> None:
+    """1 / sigma^2 multiplies a GGN, 1 / sigma^4 an empirical Fisher; the loss gets what `la` predicts."""
+    la, (x, y) = noisy(estimator), data("regression", 5)[0]
+    seen: list[Tensor] = []
+
+    def loss(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        seen.append(variance.diagonal(dim1=-2, dim2=-1) if variance.dim() == 3 else variance)
+        return (y - mean).square().mean()
+
+    grid = {"log_prior_prec_min": -1, "log_prior_prec_max": 1, "grid_size": 3}
+    la.optimize_prior_precision(method="gridsearch", val_loader=[(x, y)], loss=loss, **grid)
+    for precision, variance in zip((0.1, 1.0, 10.0), seen, strict=True):
+        la.prior_precision = precision
+        function = la(x, diagonal_output=True)[1]
+        extra = (variance - function).flatten()  # with noise, or without it
+        torch.testing.assert_close(extra, torch.full_like(extra, float(extra[0])), rtol=1e-7, atol=1e-10)
+        assert float(extra[0]) == pytest.approx(0, abs=1e-10) or float(extra[0]) == pytest.approx(SIGMA**2)
+
+
+def test_draws_are_scored_at_the_noise_level() -> None:
+    """Many draws rank precisions as the closed form does; at another noise level they would choose otherwise."""
+    la, (x, y) = noisy(), data("regression", 5)[0]
+    precisions = torch.tensor([0.01, 1.0, 100.0])
+    closed = held_out_scores(la, precisions, x, y)
+    best = float(precisions[closed.argmin()])
+    ask = {"val_loader": [(x, y)], "log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 3}
+    la.optimize_prior_precision(
+        method="gridsearch", pred_type="nn", n_samples=4000, generator=torch.Generator().manual_seed(0), **ask
+    )
+    assert float(la.prior_precision) == pytest.approx(best)

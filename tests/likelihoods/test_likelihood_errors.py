@@ -189,3 +189,16 @@ def test_one_second_derivative_that_is_not_finite_names_its_data_point(of):
     getattr(likelihood, of)(f[:2], zeros(2, 1))
     with pytest.raises(DataError, match="data point 2 of the batch"):
         getattr(likelihood, of)(f, zeros(3, 1))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 5, 3), (2, 3, 4, 5)], ids=["vector", "sequence", "image"])
+def test_probabilities_in_place_of_logits_are_refused_wherever_the_classes_are(shape: tuple[int, ...]) -> None:
+    f = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    likelihood = Categorical()
+    with pytest.raises(DataError, match=r"outputs are probabilities.*expected logits"):
+        likelihood.refuse_probabilities(likelihood.predicted(f))
+    likelihood.refuse_probabilities(f)
+    likelihood.refuse_probabilities(torch.rand(shape, dtype=torch.float64))
+    wrong = 1 if len(shape) == 3 else -1
+    if len(shape) > 2:  # sums to one along an axis that has no classes
+        likelihood.refuse_probabilities(f.softmax(wrong))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from lapwing.likelihoods import Preference, from_function
+from lapwing.likelihoods import Bernoulli, Categorical, Preference, from_function
 from lapwing.likelihoods.links import DEFAULT
 
 RTOL = {"rtol": 1e-9, "atol": 1e-12}
@@ -111,3 +112,12 @@ def test_a_likelihood_that_says_nothing_predicts_its_outputs() -> None:
     assert likelihood.split_noise() == (likelihood, None)
     assert likelihood.signal_and_noise(f) is None
     assert not any((likelihood.has_probabilities, likelihood.has_classes, likelihood.has_closed_form))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_probabilities_that_round_to_zero_or_one_have_finite_outputs(dtype: torch.dtype) -> None:
+    p = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1e-30, 1 - 1e-30], [0.3, 0.7]], dtype=dtype)
+    for likelihood in (Bernoulli(), Categorical()):
+        f = likelihood.outputs_of(p)
+        assert bool(f.isfinite().all())
+        torch.testing.assert_close(likelihood.predicted(f), p, rtol=1e-5, atol=1e-6)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from contracts import STRUCTURES, Structure, close, generator, normal
+from contracts import STRUCTURES, Structure, close, generator, normal, psd
 from lapwing.errors import CurvatureError
-from lapwing.linalg import Curvature, Dense, Diagonal
+from lapwing.linalg import Block, Blocks, Curvature, Dense, Diagonal, Segments
 
 every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 
@@ -133,3 +133,18 @@ def test_another_structure_or_size_cannot_be_added(structure: Structure) -> None
         for a, b in ((case.curvature, other), (other, case.curvature)):
             with pytest.raises(CurvatureError, match=r"cannot add .* expected the same structure"):
                 a + b
+
+
+@pytest.mark.parametrize("first_has_both", [True, False])
+@pytest.mark.parametrize("join", [lambda a, b: a + b, lambda a, b: a.pooled(b)], ids=["sum", "pooled"])
+def test_parameters_that_one_of_two_data_sets_does_not_reach(join, first_has_both: bool) -> None:
+    """Their curvature is that of the other, whichever comes first."""
+    left, right = Segments(((0, 2),)), Segments(((2, 5),))
+    seen, other = psd(generator(1), 2), psd(generator(2), 2)
+    rest = psd(generator(3), 3)
+    whole = Blocks(5, (Block("a", left, Dense(seen)), Block("b", right, Dense(rest))))
+    nothing = Diagonal(torch.zeros(3, dtype=torch.float64))
+    part = Blocks(5, (Block("a", left, Dense(other)), Block("b", right, nothing)))
+    found = join(whole, part) if first_has_both else join(part, whole)
+    expected = torch.block_diag(seen + other, rest)
+    close(found.dense(), expected)

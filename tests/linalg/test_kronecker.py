@@ -29,6 +29,7 @@ from contracts import (
 from lapwing.errors import CurvatureError, LapwingWarning
 from lapwing.linalg import Kronecker, KroneckerSum, MatrixLayout, Term, nearest_kronecker
 from lapwing.linalg.kronecker import structure as eigenbasis
+from lapwing.linalg.kronecker.factors import add_terms
 from lapwing.serialize import pack, unpack
 
 fast = settings(deadline=None, max_examples=50, derandomize=True)
@@ -270,3 +271,18 @@ def test_a_factor_that_is_clearly_indefinite_is_clamped_with_a_warning() -> None
     with pytest.warns(LapwingWarning, match=r"eigenvalue -0\.5.*clamped at zero"):
         precision = curvature.with_prior(1.0)
     close(precision.variance().reshape(5, 2)[0], torch.tensor([0.5, 1.0]).double())
+
+
+def test_roles_that_both_data_sets_have_are_added_and_others_kept() -> None:
+    """A weight that one data set uses in one way and the other in two."""
+    g = generator()
+    first, second, table = (
+        Term(psd(g, 1, 4), psd(g, 1, 3), float(2 + i), role) for i, role in enumerate(("upright", "upright", "formed"))
+    )
+    for ours, theirs in (((first,), (table, second)), ((table, second), (first,))):
+        found = {term.role: term for term in add_terms(ours, theirs)}
+        assert set(found) == {"upright", "formed"}
+        close(found["upright"].cols, first.cols + second.cols)
+        close(found["upright"].rows, first.rows + second.rows)
+        assert found["upright"].count == 5.0
+        close(found["formed"].cols, table.cols)

@@ -1987,4 +1987,377 @@ THIRD = (
 )
 
 
-MUTANTS = LINALG + ESTIMATE + TANGENT + ABOVE + APPLICATIONS + SECOND_BELOW + SECOND_ABOVE + THIRD
+FOURTH = (
+    # -- linalg (8) ---------------------------------------------------------------------------------------------------
+    Mutant(
+        "parameters that the second data set does not reach lose the curvature of the first",
+        "linalg/blocks.py",
+        "            elif not block.empty:\n",
+        "            else:\n",
+        ("linalg", "estimate/test_kronecker.py", "laplace/test_face.py"),
+    ),  # seen as: Blocks + Blocks, fit(override=False), where the second data leave a branch unused: zero curvature
+    # there
+    Mutant(
+        "of a role that both data sets have, only the first set's sums are kept where their other roles differ",
+        "linalg/kronecker/factors.py",
+        "found[term.role] = found[term.role] + term if term.role in found else term",
+        "found[term.role] = found.get(term.role, term)",
+        ("linalg", "estimate/test_kronecker.py", "laplace/test_checkpoint.py"),
+    ),  # seen as: Kronecker.pooled of a tied weight, used by one part upright and by the other upright and as a table
+    Mutant(
+        "precisions that are equal now are tuned as one number for each tensor",
+        "linalg/dual.py",
+        "            varied.append(groups)\n",
+        "",
+        ("linalg/test_dual.py", "linalg/test_precision.py", "laplace/test_tuning.py", "evidence"),
+    ),  # seen as: the gradient of log Z in a diagonal prior that starts constant (gp, lowrank) is on first entries
+    # alone
+    Mutant(
+        "weights of rows are dealt out to independent outputs as if rows came output by output",
+        "linalg/independent_outputs.py",
+        "roots.unflatten(0, (-1, self.count)).unbind(1)",
+        "roots.unflatten(0, (self.count, -1)).unbind(0)",
+        ("linalg/test_dual.py", "linalg/test_precision.py", "laplace/test_independent_outputs.py"),
+    ),  # seen as: (a * 2 + b).with_prior(1).logdet() of two Independent curvatures: points have each other's weights
+    Mutant(
+        "tokens outside of a cut of the table are put at its edges",
+        "linalg/rows.py",
+        "left = (self.left[..., i] * inside.unsqueeze(-1)).double()",
+        "left = self.left[..., i].double()",
+        ("linalg/test_rows.py", "linalg/test_dual.py", "linalg/test_memory.py", "estimate/test_dual.py"),
+    ),  # seen as: dual(...).variance() or a prior per entry, for a table so large (or a budget so small) that it is cut
+    Mutant(
+        "draws under a prior that differs between parameters have the covariance of the transposed factor",
+        "linalg/dense.py",
+        "return torch.linalg.solve_triangular(self.factor.mT, noise.mT, upper=True).mT",
+        "return torch.linalg.solve_triangular(self.factor, noise.mT, upper=False).mT",
+        ("linalg/test_precision.py", "linalg/test_curvature.py", "laplace/test_linear_gaussian.py"),
+    ),  # seen as: Dense(H).with_prior(vector).draw(n), FullLaplace.sample with a layerwise prior: L^-1 L^-T, not L^-T
+    # L^-1
+    Mutant(
+        "a precision of zero is not looked at where another of the candidates is above zero",
+        "linalg/checks.py",
+        "if bool((delta != 0).all()):",
+        "if bool((delta != 0).any()):",
+        ("linalg",),
+    ),  # seen as: sweep(pieces, [0.0, 1.0]) of a singular curvature whose zero rounds to 1e-9: variances of 1e9, no
+    # error
+    Mutant(
+        "the distance of a merged sum counts what it keeps in both of its bases",
+        "linalg/kronecker/structure.py",
+        "for each in found.columns)",
+        "for each in found.columns + found.apart)",
+        ("linalg/test_kronecker.py", "linalg/test_curvature.py", "estimate/test_ekfac.py"),
+    ),  # seen as: KroneckerSum.merge_error is 0 for two tasks of a layer with a joint bias and more than 2048 weights
+    # -- likelihoods and distributions (6) ----------------------------------------------------------------------------
+    Mutant(
+        "the variance of a lognormal rate is that of its logarithm times the square of its mean",
+        "distributions/poisson_lognormal.py",
+        "torch.expm1(self.variance) * expected.square()",
+        "self.variance * expected.square()",
+        ("distributions/test_poisson_lognormal.py", "likelihoods", "predictive"),
+    ),  # seen as: deviation and parts of predicted counts with a log-rate variance of 1 or so: 1 in place of e - 1
+    Mutant(
+        "the distribution function of counts integrates over the log-rate however sharp the step is",
+        "distributions/poisson_lognormal.py",
+        "narrow = s * a.sqrt() < 1",
+        "narrow = s < 1",
+        ("distributions/test_poisson_lognormal.py", "reporting/test_report_counts.py"),
+    ),  # seen as: cdf and interval of counts in the thousands with a log-rate deviation of 0.5: off by 0.01
+    Mutant(
+        "what a network says without error bars keeps the spread of its noise",
+        "distributions/scale_mixture.py",
+        "return replace(self, variance=torch.zeros_like(self.mean), spread=torch.zeros_like(self.mean))",
+        "return replace(self, variance=torch.zeros_like(self.mean))",
+        ("distributions/test_scale_mixture.py", "tables/test_noise.py", "reporting/test_report_noise.py"),
+    ),  # seen as: the MAP rows of a table or report with learned noise: other nll, coverage and deviation
+    Mutant(
+        "probabilities are looked for along the last axis, wherever the classes are",
+        "likelihoods/categorical.py",
+        "bool((self.to_last(f).sum(-1) - 1).abs().max() < 1e-3)",
+        "bool((f.sum(-1) - 1).abs().max() < 1e-3)",
+        ("likelihoods", "test_bad_input.py", "laplace/test_adversarial.py"),
+    ),  # seen as: a segmentation network [B, C, H, W] that ends in a softmax over axis 1 is fitted without a word
+    Mutant(
+        "a probability that rounds to one has an infinite logit",
+        "likelihoods/bernoulli.py",
+        "return torch.logit(p.clamp(limits.tiny, 1 - limits.eps))",
+        "return torch.logit(p.clamp_min(limits.tiny))",
+        ("likelihoods", "evidence/test_grid.py", "laplace/test_tuning.py"),
+    ),  # seen as: gridsearch with link_approx="quadrature" and a logit of 20: the score is NaN at every candidate
+    Mutant(
+        "Gauss-Hermite is used for logits up to a deviation of two, as if that were one",
+        "distributions/gaussian_logits.py",
+        "return torch.where(variance < 1, narrow, wide)",
+        "return torch.where(variance < 4, narrow, wide)",
+        ("distributions/test_gaussian_logits.py", "predictive", "likelihoods/test_likelihood_predictions.py"),
+    ),  # seen as: quadrature(mean, variance) for variances from 1 to 4 is that of variance 1
+    # -- tangent (6) --------------------------------------------------------------------------------------------------
+    Mutant(
+        "padding that is counted from the end of a table is not recognised",
+        "tangent/rules.py",
+        "    if padding is not None and padding < 0:\n        padding += weight.shape[0]\n",
+        "",
+        ("tangent/test_recorder.py", "tangent/test_corners.py", "estimate/test_estimators.py", "test_layers.py"),
+    ),  # seen as: a forward with F.embedding(x, w, padding_idx=-1): the padding row has rows and curvature
+    Mutant(
+        "a custom function in a later batch is trusted with its second derivative after the first batch",
+        "tangent/model.py",
+        "        if custom_function(linearisation.output):\n            return linearisation.adjoint\n",
+        "",
+        ("tangent",),
+    ),  # seen as: Linearisation.mv of a batch that reaches a custom autograd function with a detached backward: wrong
+    # J v
+    Mutant(
+        "a part of a parameter that is not dense in memory is taken for one that is",
+        "tangent/sources.py",
+        "        if out.shape[axis] > 1 and out.stride(axis) != expected:\n            return None\n",
+        "",
+        ("tangent/test_recorder.py", "tangent/test_corners.py", "estimate/test_exact_blocks.py", "test_layers.py"),
+    ),  # seen as: F.linear(x, w[:, :3]): rows and curvature lie at the wrong entries of w
+    Mutant(
+        "outputs of a few samples are compared with themselves, not with those of the batch",
+        "tangent/features.py",
+        "if differ(again.output, found.output[: again.batch]):",
+        "if differ(again.output, again.output):",
+        ("tangent/test_features.py", "laplace/test_heads.py", "laplace/test_adversarial.py"),
+    ),  # seen as: a last-layer posterior of a network that subtracts the mean over the batch is accepted
+    Mutant(
+        "numbers whose sum overflows are taken for infinite",
+        "tangent/inputs.py",
+        "return isfinite(tensor.detach().sum().item()) or bool(torch.isfinite(tensor).all())",
+        "return isfinite(tensor.detach().sum().item())",
+        ("tangent/test_inputs.py", "test_bad_input.py", "laplace/test_surroundings.py"),
+    ),  # seen as: float16 inputs with a sum above 65504 are refused as NaN or infinite, with an IndexError on the way
+    Mutant(
+        "what the scale of a channel normalisation is multiplied with has the shift added to it",
+        "tangent/rules.py",
+        'plain = bound | {"weight": None, "bias": None}',
+        'plain = bound | {"weight": None}',
+        ("tangent/test_recorder.py", "estimate/test_estimators.py", "test_layers.py"),
+    ),  # seen as: rows of the weight of BatchNorm2d, GroupNorm with a trained bias (not 0): factor z + bias, not z
+    # -- tape (4) -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "factors of a sum of products are not squared with its arguments",
+        "tape/rules/products.py",
+        'scales = {key: node.kwargs[key] ** 2 for key in ("alpha", "beta") if key in node.kwargs}',
+        'scales = {key: node.kwargs[key] for key in ("alpha", "beta") if key in node.kwargs}',
+        ("tape", "estimate/test_propagated.py"),
+    ),  # seen as: propagated_diagonal through torch.addmm(b, x, w, alpha=0.5): twice too large
+    Mutant(
+        "an einsum without an arrow has its result's axes in the order of their occurrence",
+        "tape/rules/products.py",
+        '"".join(sorted(label for label in set(seen) - set(shared) if seen.count(label) == 1))',
+        '"".join(label for label in seen if label not in shared and seen.count(label) == 1)',
+        ("tape", "estimate/test_propagated.py"),
+    ),  # seen as: propagated_diagonal through torch.einsum("bj,ja", x, w), whose result is [a, b]: variances transposed
+    Mutant(
+        "a tensor that was written to through a view is propagated as it was before",
+        "tape/tape.py",
+        "if version_of(tensor) != version:",
+        "if version_of(tensor) < version:",
+        ("tape", "estimate/test_propagated.py", "estimate/test_kfra.py"),
+    ),  # seen as: h[:, :2].mul_(3), then a layer on h: variances without the factor of 9, where it was refused
+    Mutant(
+        "the scale of a batch norm takes its variance from inputs that are not centred",
+        "tape/rules/norms.py",
+        'plain = (x - bound["running_mean"].reshape(view)) * scale.reshape(view)',
+        "plain = x * scale.reshape(view)",
+        ("tape", "estimate/test_propagated.py"),
+    ),  # seen as: propagated_diagonal at the weight of a BatchNorm whose running_mean is not zero
+    # -- estimate (8) -------------------------------------------------------------------------------------------------
+    Mutant(
+        "the closed form of the last layer takes the Hessian as it is, and not its positive substitute",
+        "estimate/last_layer.py",
+        "return self.likelihood.psd_hessian(f, y)",
+        "return self.likelihood.hessian(f, y)",
+        ("estimate/test_last_layer.py", "laplace/test_heads.py", "tables/test_noise.py"),
+    ),  # seen as: last_layer.full, kron, diagonal with HeteroscedasticGaussian or BernoulliMixture: indefinite
+    Mutant(
+        "tensors without samples are those of the first batch in a subset of several",
+        "estimate/dual_rows.py",
+        "x.shape[1:] == y.shape[1:] if has_samples else torch.equal(x, y)",
+        "x.shape[1:] == y.shape[1:] if has_samples else x.shape == y.shape",
+        ("estimate/test_dual.py", "laplace/test_loaders.py"),
+    ),  # seen as: subset(...) of pairs ((x, mask), y) with another mask [T, T] in every batch: one mask for all
+    Mutant(
+        "a vector of exactly dense_limit entries gets a diagonal",
+        "estimate/kronecker.py",
+        "found = exact_block(segments, segments.size <= options.dense_limit, tangent)",
+        "found = exact_block(segments, segments.size < options.dense_limit, tangent)",
+        ("estimate/test_kronecker.py", "estimate/test_ekfac.py", "laplace/test_options.py"),
+    ),  # seen as: kflr(dense_limit=8) of a LayerNorm(8), or LayerNorm(1024) by default: covariances are dropped
+    Mutant(
+        "weights that are made of parameters before the bottleneck lose their variances",
+        "estimate/propagated/mixed.py",
+        "        held = walk(cut.before, held)  # what is left are functions of parameters alone\n",
+        "",
+        ("estimate/test_mixed.py",),
+    ),  # seen as: mixed_diagonal of a forward that makes the decoder's weight (scale.exp() * w) first: zero for w,
+    # scale
+    Mutant(
+        "a data point with an infinite loss is fitted",
+        "estimate/data_pass.py",
+        "    if not all_finite(loss):\n",
+        "    if bool(torch.isnan(loss).any()):\n",
+        ("estimate/test_estimators.py", "test_bad_input.py", "laplace/test_adversarial.py"),
+    ),  # seen as: Poisson outputs of 100 (exp overflows): no error that names the point; the evidence is -inf
+    Mutant(
+        "the Jacobian of a product with data is taken from the first data point",
+        "estimate/propagated/recursion/plan.py",
+        "        if not weights:\n            return self._fixed(node, data)\n",
+        "        if not weights:\n            return self._fixed(node, data, trusted=True)\n",
+        ("estimate/test_kfra.py", "laplace/test_recursive.py"),
+    ),  # seen as: kfra of a network with torch.bmm(graph, layer(x)), another graph for each point: refused before
+    Mutant(
+        "of a weight that is used twice, what lies between its uses is left out of a reduced sum",
+        "estimate/propagated/recursion/layers.py",
+        "return self.block.reduce and len(self.members) > 1",
+        "return self.block.reduce and len(self.members) > 2",
+        ("estimate/test_kfra.py", "laplace/test_recursive.py"),
+    ),  # seen as: kfra(sharing="reduce") of a network that applies one layer twice: the output factor lacks cross terms
+    Mutant(
+        "blocks of the Hessian are those of tensors, not of layers",
+        "estimate/exact_hessian.py",
+        'places = partition(space, "layer")',
+        'places = partition(space, "tensor")',
+        ("estimate/test_exact_blocks.py", "estimate/test_estimators.py", "laplace/test_structures.py"),
+    ),  # seen as: hessian(structure="blocks"): second derivatives between a weight and its bias are zero
+    # -- predictive and evidence (5) ----------------------------------------------------------------------------------
+    Mutant(
+        "covariances of candidates are not divided by the scale of the curvature",
+        "predictive/candidates.py",
+        "curvature.with_prior(delta / scale).quadratic(pieces) / scale",
+        "curvature.with_prior(delta / scale).quadratic(pieces)",
+        ("evidence/test_grid.py", "predictive", "laplace/test_tuning.py"),
+    ),  # seen as: gridsearch or pseudo_data with "probit_full" or "bridge" at a temperature, or a count, of another
+    # scale
+    Mutant(
+        "a score of one's own counts a batch once, however many points it has",
+        "evidence/grid.py",
+        "torch.tensor(each, dtype=torch.float64) * len(batch.value)",
+        "torch.tensor(each, dtype=torch.float64)",
+        ("evidence/test_grid.py", "laplace/test_tuning.py"),
+    ),  # seen as: grid(score=f).scores: too small by the batch size, and a short last batch weighs as a full one
+    Mutant(
+        "parameters of the head that gives the noise count among those of the mean",
+        "evidence/tuners.py",
+        "return (1 - gamma[:-1].clamp_min(0).sum() / targets).clamp_min(0.1)",
+        "return (1 - gamma.clamp_min(0).sum() / targets).clamp_min(0.1)",
+        ("evidence", "tables/test_noise.py", "laplace/test_calibration.py"),
+    ),  # seen as: share_left, point_share: noise of a table with learned noise too wide for the network alone
+    Mutant(
+        "the noise level is searched in the range of precisions",
+        "evidence/tuners.py",
+        "    low[precisions:], high[precisions:] = map(log, noise)\n",
+        "",
+        ("evidence", "laplace/test_tuning.py"),
+    ),  # seen as: evidence.gradient of targets that are fitted exactly: sigma falls to 1e-10, or rises above its range
+    Mutant(
+        "the residuals of some rows stand for all rows without being scaled up",
+        "evidence/marginal.py",
+        "return GaussianFit(round(self.targets * scale), self.squares * scale)",
+        "return GaussianFit(round(self.targets * scale), self.squares)",
+        ("evidence", "tables/test_fitting.py", "tables/test_network.py"),
+    ),  # seen as: Evidence.scaled(10) of a regression, long tables of which some rows are used: sigma too small by 3
+    # -- training and subnetwork (3) ----------------------------------------------------------------------------------
+    Mutant(
+        "the temperature does not divide the log-likelihood that weights are trained on",
+        "training/objective.py",
+        "fit = likelihood.log_prob(f, y).sum() / (batch_size(x) * self.temperature)",
+        "fit = likelihood.log_prob(f, y).sum() / batch_size(x)",
+        ("training", "laplace/test_training.py"),
+    ),  # seen as: train(temperature=5): losses, and weights that the prior pulls too little
+    Mutant(
+        "modules that were frozen in eval mode are put into train mode",
+        "training/train_mode.py",
+        "        if not model.training:\n            model.train()\n",
+        "        model.train()\n",
+        ("training", "laplace/test_training.py"),
+    ),  # seen as: train(...) of a model in train mode with one BatchNorm in eval mode: its running statistics change
+    Mutant(
+        "weights without a variance are chosen first",
+        "subnetwork/choices.py",
+        "if bool(torch.isnan(scores).any()):",
+        "if bool(torch.isnan(scores).all()):",
+        ("test_subnetwork.py", "test_bad_input.py"),
+    ),  # seen as: largest_variance(space, v, n) with one NaN in v: an error before, now a sub-network with that weight
+    # -- laplace (5) --------------------------------------------------------------------------------------------------
+    Mutant(
+        "held-out data see an empirical Fisher multiplied by the noise, not divided by it",
+        "laplace/tuning.py",
+        "float(self.hyper.sigma_noise) ** -rest if rest",
+        "float(self.hyper.sigma_noise) ** rest if rest",
+        ("laplace/test_tuning.py", "laplace/test_linear_gaussian.py"),
+    ),  # seen as: gridsearch of a regression with estimator="empirical" and sigma_noise other than 1: another winner
+    Mutant(
+        "draws are scored at unit noise",
+        "laplace/tuning.py",
+        "    if search.evidence.has_noise:\n"
+        "        likelihood = likelihood.at_noise(float(search.hyper.sigma_noise))\n",
+        "",
+        ("laplace/test_tuning.py", "laplace/test_options.py"),
+    ),  # seen as: gridsearch of a regression with pred_type="nn" and sigma_noise=0.1: another precision wins
+    Mutant(
+        "the noise of a network without error bars is that of the evidence",
+        "laplace/calibration.py",
+        "return float((fit.squares / fit.targets).sqrt() / left)",
+        "return float((fit.squares / fit.targets).sqrt() / left.sqrt())",
+        ("laplace/test_calibration.py", "tables/test_fitting.py", "tables/test_noise.py"),
+    ),  # seen as: point_noise, the MAP row of a small table: intervals too narrow by the root of 1 - gamma / N
+    Mutant(
+        "leverages leave out the temperature",
+        "laplace/calibration.py",
+        "(variance / (square * float(la.temperature)))",
+        "(variance / square)",
+        ("laplace/test_calibration.py", "tables/test_fitting.py"),
+    ),  # seen as: leave_one_out of a posterior at temperature 0.5 or 2: not the residuals of fits without a row
+    Mutant(
+        "the first batch of an iterator is only looked at",
+        "laplace/data.py",
+        "return first, chain([first], iterator) if one_shot(loader) else loader",
+        "return first, iterator if one_shot(loader) else loader",
+        ("laplace/test_loaders.py", "laplace/test_heads.py"),
+    ),  # seen as: a last-layer fit(iter(loader)): n_data and curvature lack the first batch
+    # -- tables (3) ---------------------------------------------------------------------------------------------------
+    Mutant(
+        "words among numbers are unknown also where training had such words",
+        "tables/encoder.py",
+        "unknown = missing if not self.indicator else unread & (not self.unread)",
+        "unknown = missing if not self.indicator else unread",
+        ("tables/test_table.py", "tables/test_bad_tables.py"),
+    ),  # seen as: a row with "?" in a column that had "?" in training: flagged, and predicted from examples' values
+    Mutant(
+        "a class is called by the first way to write it, not by the most frequent",
+        "tables/targets.py",
+        "spelt[word].most_common(1)[0][0]",
+        "next(iter(spelt[word]))",
+        ("tables/test_table.py", "tables/test_fitting.py", "tables/test_bundle.py"),
+    ),  # seen as: a target with YES once, then yes a hundred times: the classes of predictions are called YES
+    Mutant(
+        "kept rows exchange their random numbers when another chunk is seen",
+        "tables/encoder.py",
+        "self.keys = keys[chosen]",
+        "self.keys = np.sort(keys)[: self.most]",
+        ("tables/test_table.py", "tables/test_bad_tables.py"),
+    ),  # seen as: Encoder.examples depend on how a table is cut into chunks, and what unknown values stand for with
+    # them
+    # -- reporting and others (2) -------------------------------------------------------------------------------------
+    Mutant(
+        "the error among the surest rows is that among the first rows",
+        "reporting/statistics.py",
+        "risk = wrong[order].cumsum(0) / kept",
+        "risk = wrong.cumsum(0) / kept",
+        ("reporting",),
+    ),  # seen as: errors(classes)["risk"], the curve of a report: flat, however well uncertainty sorts the rows
+    Mutant(
+        "tensors chosen by name from a sub-network come whole",
+        "params.py",
+        "        if self.index is None:\n            return smaller\n",
+        "        if self.index is None or names is not None:\n            return smaller\n",
+        ("test_params.py", "test_subnetwork.py", "test_directions.py"),
+    ),  # seen as: space.select(mask=m).select(["0.weight"]).size is that of the whole tensor
+)
+
+
+MUTANTS = LINALG + ESTIMATE + TANGENT + ABOVE + APPLICATIONS + SECOND_BELOW + SECOND_ABOVE + THIRD + FOURTH

@@ -288,6 +288,16 @@ def test_errors_are_as_large_as_predicted() -> None:
         assert error == pytest.approx(predicted, rel=0.1)
 
 
+def test_the_error_among_the_surest_rows_is_theirs() -> None:
+    """In the order of the rows unsure ones come first, and they are wrong."""
+    unsure, sure = torch.tensor([0.55, 0.45]).double(), torch.tensor([0.99, 0.01]).double()
+    p = torch.stack([unsure] * 4 + [sure] * 12)
+    data = Classes(torch.tensor([1] * 4 + [0] * 12), p, p, torch.ones(16, dtype=torch.float64))
+    found = statistics.errors(data)
+    assert found["kept"] == pytest.approx([(i + 1) / 16 for i in range(16)])
+    assert found["risk"] == pytest.approx([0.0] * 12 + [1 / 13, 2 / 14, 3 / 15, 4 / 16])
+
+
 def test_sets_and_reliability_of_classes() -> None:
     p = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.1, 0.1, 0.8]], dtype=torch.float64)
     found = Classes(torch.tensor([0, 1, 0]), p, p, torch.ones(3, dtype=torch.float64))

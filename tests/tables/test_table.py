@@ -330,6 +330,14 @@ def test_a_task_can_be_asked_for() -> None:
         read_target(table, "w", kinds["w"], "cluster")
 
 
+def test_a_class_is_called_by_the_way_it_is_written_most_often() -> None:
+    frame = pd.DataFrame({"y": ["YES", *["yes"] * 9, "No", *["NO"] * 9]})
+    table = open_table(frame)
+    target, values = read_target(table, "y", infer(table.chunks())["y"])
+    assert sorted(target.classes) == ["NO", "yes"]
+    assert [target.classes[int(i)] for i in values] == ["yes"] * 10 + ["NO"] * 10
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "classes"),
     [

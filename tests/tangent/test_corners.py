@@ -58,6 +58,20 @@ CASES = {
     "einsum, data with an axis of one": (
         Net(lambda x, w: torch.einsum("bti,tio->bto", x, w).flatten(1), w=(3, 2, 4)), inputs(5, 1, 2),
     ),
+    "a table whose padding is counted from its end": (
+        Net(lambda x, w: F.embedding(x, w, padding_idx=-2).flatten(1), w=(5, 2)),
+        torch.tensor([[0, 3], [3, 1], [4, 4]]),
+    ),
+    "scale and shift of channels": (
+        Net(lambda x, w, b: F.group_norm(x, 2, w, b).flatten(1), w=(4,), b=(4,)), inputs(5, 4, 3),
+    ),
+    "scale and shift by running statistics": (
+        Net(lambda x, w, b: F.batch_norm(x, inputs(4), inputs(4).square() + 0.5, w, b).flatten(1), w=(4,), b=(4,)),
+        inputs(5, 4, 3),
+    ),
+    "scale and shift of each sample's channels": (
+        Net(lambda x, w, b: F.instance_norm(x, weight=w, bias=b).flatten(1), w=(4,), b=(4,)), inputs(5, 4, 3),
+    ),
     "einsum with dots, two axes": (
         Net(lambda x, w: torch.einsum("...i,...io->...o", x, w).flatten(1), w=(3, 2, 4)), inputs(5, 2, 3, 2),
     ),

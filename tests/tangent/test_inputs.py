@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import oracle
 from lapwing import Laplace
+from lapwing.errors import DataError
 from lapwing.tangent import Tangent
-from lapwing.tangent.inputs import map_tensors, take
+from lapwing.tangent.inputs import check_input, map_tensors, take
 
 
 class Base(nn.Module):
@@ -133,3 +134,13 @@ def test_parts_of_nested_inputs() -> None:
     assert (part["number"].item(), part["k"]) == (2.0, 3)
     doubled = map_tensors(lambda t: 2 * t, nested)
     assert torch.equal(doubled["list"][0], 2 * a)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 6e4), (torch.float32, 3e38)])
+def test_large_numbers_whose_sum_overflows_are_finite(dtype: torch.dtype, value: float) -> None:
+    x = torch.full((4, 2), value, dtype=dtype)
+    assert not bool(x.sum().isfinite())
+    assert check_input(x, x.device) == 4
+    x[2, 1] = float("nan")
+    with pytest.raises(DataError, match=r"NaN or infinite values, data point 2 "):
+        check_input(x, x.device)

@@ -203,7 +203,7 @@ AnyCurvature = TypeVar("AnyCurvature", bound=Curvature)
 
 @dataclass(frozen=True, eq=False)
 class Multiple(Generic[AnyCurvature]):
-    """What a scaled curvature is a multiple of, so that it has not to be decomposed again.
+    """What a scaled curvature is a multiple of, which is then not decomposed again.
 
     The eigenvectors are those of `of`, and the eigenvalues a product: derivatives in the scale (1 / sigma^2 of a
     regression) need none of the decomposition itself, which would be infinite for equal eigenvalues.
