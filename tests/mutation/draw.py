@@ -1,0 +1,177 @@
+"""Draws mistakes at random places of the library, for a measure of the tests that no author has a hand in.
+
+    PYTHONPATH=tests python -m mutation.draw --seed 1 --count 50          # lists them
+    PYTHONPATH=tests python -m mutation.draw --seed 1 --count 50 --run --jobs 2 [--without 3 17 ...]
+
+A place is an operator, a comparison, a whole number, a truth value, a condition or a statement; each is as likely as
+any other. Text of messages, annotations, decorators and what only pictures and the command line use are left out.
+Mistakes that change no result (speed, memory, wording) are taken out by number, by whoever reads the list before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from mutation.mutants import Mutant
+from mutation.run import ROOT, outcome
+
+SOURCE = ROOT / "src" / "lapwing"
+LEFT_OUT = ("reporting", "cli", "__init__.py", "errors.py", "tape/plain.py")
+TESTS = {
+    "linalg": (
+        "linalg",
+        "estimate/test_estimators.py",
+        "estimate/test_kronecker.py",
+        "estimate/test_dual.py",
+        "laplace",
+    ),
+    "likelihoods": ("likelihoods", "predictive", "distributions", "evidence", "laplace"),
+    "distributions": ("distributions", "likelihoods", "predictive", "tables", "reporting"),
+    "tangent": ("tangent", "test_layers.py", "estimate/test_estimators.py", "estimate/test_last_layer.py", "laplace"),
+    "tape": ("tape", "estimate/test_propagated.py", "estimate/test_mixed.py", "estimate/test_kfra.py"),
+    "estimate": ("estimate", "test_layers.py", "laplace"),
+    "predictive": ("predictive", "evidence", "laplace"),
+    "evidence": ("evidence", "training", "laplace", "tables"),
+    "subnetwork": ("test_subnetwork.py", "laplace"),
+    "training": ("training", "laplace", "tables"),
+    "laplace": ("laplace", "test_threads.py", "test_bad_input.py", "compat", "tables"),
+    "serialize": ("serialize", "laplace", "tables"),
+    "tables": ("tables", "reporting", "cli"),
+}
+"""The tests that are asked, by package; for a single file at the top, those of the packages that use it most."""
+TOP = ("test_params.py", "test_metrics.py", "test_directions.py", "linalg", "evidence", "laplace", "test_subnetwork.py")
+OPERATORS = {
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.Pow: "*",
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
+    ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in", ast.And: "or", ast.Or: "and",
+}  # fmt: skip
+
+Edit = tuple[int, int, str]
+"""Characters from start to stop of a file are replaced by a text."""
+
+
+def drawn(seed: int, count: int) -> list[Mutant]:
+    """The first `count` of all places in random order."""
+    places = [(name, edit) for name, text in _files() for edit in edits(text)]
+    random.Random(seed).shuffle(places)
+    texts = dict(_files())
+    return [_mutant(name, texts[name], edit) for name, edit in places[:count]]
+
+
+def _files() -> list[tuple[str, str]]:
+    paths = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+    kept = [path for path in paths if not any(path.startswith(name) or path.endswith(name) for name in LEFT_OUT)]
+    return [(path, (SOURCE / path).read_text(encoding="utf-8")) for path in kept]
+
+
+def edits(text: str) -> Iterator[Edit]:
+    """Every mistake that can be made in a file."""
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+    data = text.encode()
+
+    def span(node: ast.AST) -> tuple[int, int]:
+        place = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
+        return starts[place[0] - 1] + place[1], starts[place[2] - 1] + place[3]
+
+    def between(left: ast.AST, right: ast.AST, operator: type) -> Edit | None:
+        start, stop = span(left)[1], span(right)[0]
+        gap = data[start:stop].decode()
+        old = _SIGNS[operator]
+        if gap.count(old) != 1:
+            return None
+        at = start + len(gap[: gap.index(old)].encode())
+        return at, at + len(old), OPERATORS[operator]
+
+    for node in _walk(ast.parse(text)):
+        found: list[Edit | None] = []
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            found.append(between(node.left, node.right, type(node.op)))
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            found += [between(a, b, type(op)) for a, b, op in zip(sides, sides[1:], node.ops, strict=False)]
+        elif isinstance(node, ast.BoolOp):
+            found.append(between(node.values[0], node.values[1], type(node.op)))
+        elif isinstance(node, ast.Constant) and type(node.value) is bool:
+            found.append((*span(node), str(not node.value)))
+        elif isinstance(node, ast.Constant) and type(node.value) is int:
+            found.append((*span(node), str(node.value + 1)))
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+            start, stop = span(node)
+            found.append((start, stop, data[slice(*span(node.operand))].decode()))
+        elif isinstance(node, (ast.If, ast.IfExp)):
+            start, stop = span(node.test)
+            found.append((start, stop, f"(not ({data[start:stop].decode()}))"))
+        elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+            found.append((*span(node), "pass"))
+        for edit in found:
+            if edit is not None:
+                yield len(data[: edit[0]].decode()), len(data[: edit[1]].decode()), edit[2]
+
+
+_SIGNS = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is",
+    ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in", ast.And: "and", ast.Or: "or",
+}  # fmt: skip
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those of messages, annotations, decorators, docstrings and type checks."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "exc", "cause", "msg", "type_params"):
+            continue
+        if isinstance(node, ast.Subscript) and name == "slice" and _shape(node.value):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, (ast.JoinedStr, ast.Assert)):
+                yield from _walk(child)
+
+
+def _shape(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("Float", "Int", "Bool", "Shaped")
+
+
+def _mutant(name: str, text: str, edit: Edit) -> Mutant:
+    """With as many lines around the place as make it unique in the file."""
+    start, stop, new = edit
+    low, high = text.rfind("\n", 0, start) + 1, text.find("\n", stop)
+    while text.count(text[low:high]) > 1:
+        low, high = text.rfind("\n", 0, max(0, low - 1)) + 1, min(len(text), text.find("\n", high + 1))
+    line = text.count("\n", 0, start) + 1
+    after = text[low:start] + new + text[stop:high]
+    tests = TESTS.get(name.partition("/")[0], TOP)
+    return Mutant(f"line {line}: {text[start:stop]} -> {new}", name, text[low:high], after, tests)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Draw mistakes at random, and see whether the tests notice.")
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--count", type=int, default=50, help="of those that are not taken out")
+    parser.add_argument("--without", type=int, nargs="*", default=[], help="numbers of mistakes that change no result")
+    parser.add_argument("--run", action="store_true", help="run the tests; else the mistakes are listed")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    options = parser.parse_args(arguments)
+    every = list(enumerate(drawn(options.seed, options.count + len(options.without))))
+    chosen = [(i, mutant) for i, mutant in every if i not in options.without]
+    if not options.run:
+        for i, mutant in chosen:
+            print(f"-- {i}  {mutant.file}  {mutant.name}\n{mutant.after}\n")
+        return
+    noticed = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = pool.map(outcome, [mutant for _, mutant in chosen])
+        for (i, mutant), (result, seconds) in zip(chosen, results, strict=True):
+            noticed += result in ("killed", "timeout")
+            print(f"{result:<8} {seconds:5.0f} s  {i:3}  {mutant.file}: {mutant.name}", flush=True)
+    print(f"{noticed} of {len(chosen)} mistakes were noticed")
+
+
+if __name__ == "__main__":
+    main()
