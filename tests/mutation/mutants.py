@@ -2134,7 +2134,7 @@ FOURTH = (
         "tangent/rules.py",
         'plain = bound | {"weight": None, "bias": None}',
         'plain = bound | {"weight": None}',
-        ("tangent/test_recorder.py", "estimate/test_estimators.py", "test_layers.py"),
+        ("tangent/test_corners.py",),
     ),  # seen as: rows of the weight of BatchNorm2d, GroupNorm with a trained bias (not 0): factor z + bias, not z
     # -- tape (4) -----------------------------------------------------------------------------------------------------
     Mutant(

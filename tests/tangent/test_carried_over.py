@@ -95,3 +95,32 @@ def test_ways_that_differ_in_their_axes_alone() -> None:
     for axes in ((0, 1, 2), (1, 0, 2)):
         order[0] = axes
         torch.testing.assert_close(tangent.at(x).rows(), expected, rtol=1e-9, atol=1e-12)
+
+
+class SamplesSecond(nn.Module):
+    """As many samples as tokens, samples along the second axis, and no sign of either while the unit is off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix, self.out = nn.Embedding(3, 2), nn.Linear(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.mix(self.table(x).transpose(0, 1)))  # [T, N, 3]
+        return self.out((h * torch.arange(1.0, 5, dtype=h.dtype)[:, None, None]).sum(0))
+
+
+def test_a_first_batch_that_does_not_tell_samples_from_positions() -> None:
+    """All units are off and all tokens the same: both axes may be that of the samples, and the next batch decides."""
+    model = SamplesSecond().double()
+    with torch.no_grad():
+        model.table.weight.copy_(torch.tensor([[-9.0, -9.0], [0.3, 1.0], [1.2, 0.4]]))
+        model.mix.weight.copy_(torch.tensor([[1.0, 0.2], [0.3, 1.0], [0.5, 0.5]]))
+        model.mix.bias.zero_()
+    tangent = Tangent(model)
+    blank, telling = (
+        torch.zeros(4, 4, dtype=torch.long),
+        torch.tensor([[0, 1, 2, 2], [1, 1, 1, 2], [2, 0, 1, 0], [1, 2, 2, 2]]),
+    )
+    for x in (blank, telling, blank, telling):
+        expected = oracle.jacobian(model, x)
+        torch.testing.assert_close(tangent.at(x).rows(), expected, rtol=1e-9, atol=1e-12)

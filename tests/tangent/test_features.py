@@ -395,3 +395,20 @@ def test_the_space_is_the_layer_in_flat_order() -> None:
 def test_errors_are_lapwings_own() -> None:
     with pytest.raises(ModelError):
         last_layer_name(nn.Softmax(-1), randn(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (lambda y: y[:, 0], r"output has shape \(6,\); expected \[batch, outputs\]"),
+        (lambda y: y.sum(), r"output has shape \(\); expected"),
+        (lambda y: y[:4], r"4 rows for a batch of 6 inputs"),
+        (lambda y: torch.cat([y, y]), r"12 rows for a batch of 6 inputs"),
+    ],
+    ids=["no output axis", "one number", "too few rows", "too many rows"],
+)
+def test_outputs_of_another_shape_are_refused(shape: Callable[[Tensor], Tensor], message: str) -> None:
+    net = Net(lambda self, x: shape(self.head(torch.tanh(x))), head=nn.Linear(3, 2).double())
+    for tangent in (FeatureTangent(net, "head"), Tangent(net)):
+        with pytest.raises(ModelError, match=message):
+            tangent.at(randn(6, 3))
