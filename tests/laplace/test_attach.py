@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing import FullLaplace, KronLaplace, Laplace, attach
-from lapwing.errors import DataError, LapwingWarning, OptionError, UnsupportedOperationError
+from lapwing.errors import DataError, LapwingWarning, OptionError, ParameterError, UnsupportedOperationError
 from lapwing.laplace.calibration import COVARIANCE, calibrate
 from lapwing.laplace.factory import FULL_LIMIT
 from lapwing.likelihoods import Categorical, Gaussian, from_function
@@ -105,6 +105,91 @@ def test_exact_blocks_serve_where_there_are_no_kronecker_factors() -> None:
     )
     with pytest.raises(UnsupportedOperationError, match="'token'"):
         attach(model, data, "regression", structure="kron", on_unsupported="error")
+
+
+# -- approximations learn their width from the exact posterior of some rows ------------------------------------------
+
+
+def variances(la: lapwing.BaseLaplace, loader: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.cat([la(x, diagonal_output=True)[1] for x, _ in loader])
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_prior_noise_and_mean_variance_are_those_of_the_exact_posterior(structure: str, subset: str) -> None:
+    model, data = network(), regression(60, 0)
+    with unchanged(model):
+        la = attach(model, data, "regression", structure=structure, subset_of_weights=subset)
+    exact = attach(model, data, "regression", structure="full", subset_of_weights=subset)
+    torch.testing.assert_close(la.sigma_noise, exact.sigma_noise, rtol=1e-5, atol=0)
+    factor = la.temperature
+    assert factor != 1
+    torch.testing.assert_close(la.prior_precision * factor, exact.prior_precision, rtol=1e-5, atol=0)
+    torch.testing.assert_close(variances(la, data).mean(), variances(exact, data).mean(), rtol=1e-4, atol=0)
+    assert la.choices[1].startswith("Width: prior and noise by the exact evidence of all 60 rows, in function space")
+    assert la.choices[-2].startswith("Noise: standard deviation")
+
+
+def test_some_rows_give_the_factor_of_the_structure_on_the_same_rows() -> None:
+    """Not the ratio to the exact posterior of fewer rows, which is wider for another reason."""
+    model, data = network(), regression(60, 0)
+
+    def made() -> lapwing.BaseLaplace:
+        return attach(model, data, "regression", structure="kron", rows=20, generator=torch.Generator().manual_seed(3))
+
+    la = made()
+    torch.testing.assert_close(made().temperature, la.temperature)
+    assert "20 of 60 rows, drawn at random" in la.choices[1]
+    some = lapwing.estimate.subset(data, 20, torch.Generator().manual_seed(3))
+    exact, kron = Laplace(model, "regression", "all", "full"), Laplace(model, "regression", "all", "kron")
+    exact.fit(some)
+    exact.optimize_prior_precision(optimize_sigma_noise=True)
+    kron.fit(some)
+    kron.prior_precision, kron.sigma_noise = exact.prior_precision, exact.sigma_noise
+    torch.testing.assert_close(la.sigma_noise, exact.sigma_noise, rtol=1e-4, atol=0)
+    factor = variances(exact, some).sum() / variances(kron, some).sum()
+    torch.testing.assert_close(la.temperature, factor, rtol=1e-3, atol=0)
+    assert la.n_data == 60
+
+
+def test_without_rows_the_structure_tunes_itself() -> None:
+    model, data = network(), regression(60, 0)
+    la = attach(model, data, "regression", structure="kron", rows=0)
+    other = Laplace(model, "regression", "all", "kron")
+    other.fit(data)
+    other.optimize_prior_precision(optimize_sigma_noise=True)
+    torch.testing.assert_close(la.sigma_noise, other.sigma_noise)
+    assert la.temperature == 1
+    for wrong in (-1, True):
+        with pytest.raises(ParameterError, match="rows is"):
+            attach(model, data, "regression", rows=wrong)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+def test_a_known_noise_is_found_and_intervals_cover(structure: str) -> None:
+    """Noise of 0.1, 100 rows, 3,200 weights. By the evidence of Kronecker factors: 0.6, and all rows covered."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(n: int) -> tuple[Tensor, Tensor]:
+        x = 4 * torch.rand(n, 2, generator=generator) - 2
+        return x, torch.sin(2 * x[:, :1]) + 0.3 * x[:, 1:] + 0.1 * torch.randn(n, 1, generator=generator)
+
+    (x, y), (new, truth) = rows(100), rows(1000)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 54), nn.Tanh(), nn.Linear(54, 54), nn.Tanh(), nn.Linear(54, 1))
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(400):
+        optimiser.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimiser.step()
+    la = attach(model, [(x, y)], "regression", structure=structure)
+    assert 0.08 < float(la.sigma_noise) < 0.13
+    law = la.predict_distribution(new)
+    low, high = law.interval(0.9)
+    covered = ((truth[:, 0] > low) & (truth[:, 0] < high)).double().mean()
+    assert 0.85 < float(covered) < 0.97
+    alone = attach(model, [(x, y)], "regression", structure=structure, rows=0)
+    assert float(alone.sigma_noise) > 0.2
 
 
 def shrunk(la: lapwing.BaseLaplace, factor: float) -> None:

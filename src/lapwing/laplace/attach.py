@@ -4,7 +4,9 @@
     print(*la.choices, sep="\\n")
 
 fit         one pass over the loader; the structure is the most exact one that is affordable
-tune        the prior precision, and the noise of a regression, by the evidence: no held-out data are needed
+tune        the prior precision, and the noise of a regression, by the evidence: no held-out data are needed. Where the
+            structure is an approximation, that of a regression is the exact evidence of some rows
+            (`lapwing.laplace.row_evidence`)
 calibrate   with `val_loader`: one factor on the posterior covariance (and one on the noise), by the likelihood of its
             targets; kept where it gains more than it has free numbers (Akaike's rule), else nothing changes
 
@@ -19,9 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lapwing.errors import ParameterError
 from lapwing.laplace import BaseLaplace, Laplace
 from lapwing.laplace.calibration import calibrate
+from lapwing.laplace.row_evidence import can_tune, tune_by_rows
 from lapwing.likelihoods import Likelihood
+
+ROWS = 1000
+"""Outputs of rows whose exact evidence tunes a regression; their Gram matrix takes eight megabytes, and a second."""
 
 
 def attach(
@@ -33,6 +40,7 @@ def attach(
     structure: str = "auto",
     subset_of_weights: str = "all",
     prior_structure: str = "scalar",
+    rows: int = ROWS,
     generator: torch.Generator | None = None,
     progress_bar: bool = False,
     **options: Any,
@@ -41,7 +49,9 @@ def attach(
 
     `structure` is any `hessian_structure` of `Laplace`; "auto" keeps every covariance up to 3000 weights, Kronecker
     factors beyond; parameters that form no Kronecker product have exact blocks of their own. What was chosen, and why,
-    is in `la.choices`. Further options are those of the structure.
+    is in `la.choices`. Further options are those of the structure. `rows` is how many outputs of rows may serve to tune
+    a regression whose structure is an approximation; 0 tunes by the evidence of that structure, whose noise and error
+    bars are usually too large.
 
     >>> x = torch.linspace(-1, 1, 40).reshape(-1, 1)
     >>> model = nn.Linear(1, 1)
@@ -52,13 +62,19 @@ def attach(
     >>> round(float(la.sigma_noise), 2)                       # the sine has mean square 0.1^2 / 2
     0.07
     """
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+        raise ParameterError(f"rows is {rows!r}; expected a whole number >= 0.")
     if isinstance(loader, Iterator):  # a structure may go through it twice
         loader = list(loader)
     la = Laplace(model, likelihood, subset_of_weights, structure, **options)
     la.fit(loader, progress_bar=progress_bar, generator=generator)
-    la.optimize_prior_precision(prior_structure=prior_structure, optimize_sigma_noise=la.has_noise)
     said = [f"Structure: {la.reason or f'{la.structure}, as asked for'}."]
     said += [la.exact_blocks] if la.exact_blocks else []
+    if rows and can_tune(la, subset_of_weights, prior_structure):
+        how = {"subset": subset_of_weights, "prior_structure": prior_structure, "options": options}
+        said.append(tune_by_rows(la, loader, rows, generator=generator, **how))
+    else:
+        la.optimize_prior_precision(prior_structure=prior_structure, optimize_sigma_noise=la.has_noise)
     said.append(_prior(la))
     if la.has_noise:
         said.append(f"Noise: standard deviation {float(la.sigma_noise):.4g}, by the evidence.")
