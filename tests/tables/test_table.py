@@ -330,6 +330,12 @@ def test_a_task_can_be_asked_for() -> None:
         read_target(table, "w", kinds["w"], "cluster")
 
 
+@pytest.mark.parametrize(("distinct", "kind"), [(5, "category"), (6, "left out")])
+def test_five_words_are_categories_and_six_that_fill_half_the_rows_are_not(distinct: int, kind: str) -> None:
+    words = [f"word {chr(97 + i % distinct)}" for i in range(2 * distinct - 1)]
+    assert infer(open_table(pd.DataFrame({"w": words})).chunks())["w"].name == kind
+
+
 def test_a_class_is_called_by_the_way_it_is_written_most_often() -> None:
     frame = pd.DataFrame({"y": ["YES", *["yes"] * 9, "No", *["NO"] * 9]})
     table = open_table(frame)
