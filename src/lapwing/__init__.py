@@ -79,7 +79,7 @@ from lapwing.tangent import Tangent
 if TYPE_CHECKING:
     from lapwing import cli, reporting, tables, utils
     from lapwing.laplace.attach import attach
-    from lapwing.reporting import report
+    from lapwing.reporting import compare, report
 
 try:
     __version__ = version("lapwing")
@@ -130,6 +130,7 @@ __all__ = [
     "alignment",
     "attach",
     "cli",
+    "compare",
     "curvature",
     "errors",
     "estimate",
@@ -155,7 +156,7 @@ __all__ = [
 ]
 
 # What needs the extras is imported when it is first used, so that the library stays quick to import.
-_LATER = {"attach": "lapwing.laplace.attach", "report": "lapwing.reporting"}
+_LATER = {"attach": "lapwing.laplace.attach", "compare": "lapwing.reporting", "report": "lapwing.reporting"}
 _MODULES = ("cli", "reporting", "tables", "utils")
 
 

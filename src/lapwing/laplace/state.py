@@ -64,6 +64,8 @@ def state_dict(
         state["index"] = space.index.cpu().clone()
     if features:
         state["features"] = 1
+    if fitted.fingerprint is not None:
+        state["fingerprint"] = fitted.fingerprint
     if isinstance(fitted.fit, GaussianFit):
         state |= {"targets": fitted.fit.targets, "squares": fitted.fit.squares.clone()}
     else:
@@ -124,7 +126,8 @@ def load(
         )
     fit = state.get("log_likelihood")
     fit = GaussianFit(int(state["targets"]), state["squares"].to(device)) if fit is None else fit.to(device)
-    return hyper, Fitted(curvature, mean, fit, int(state["n_data"]), shape)
+    known = state.get("fingerprint")
+    return hyper, Fitted(curvature, mean, fit, int(state["n_data"]), shape, None if known is None else int(known))
 
 
 def check_parameters(space: ParamSpace, state: Mapping[str, Any]) -> None:
