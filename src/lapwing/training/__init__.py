@@ -2,6 +2,7 @@
 
 marginal_likelihood   `train`: weights and hyper-parameters in turn, and the record of a run
 tuner                 `EvidenceTuner`: prior and noise by the evidence, for a loop of one's own
+lightning_callback    `EvidenceCallback`: the same for Lightning, where it is installed
 loop                  the training loop, which networks for tables use as well
 resume                runs that go on where they were broken off
 objective             what a run asks of the data: gradients for the weights, and the evidence
