@@ -88,6 +88,18 @@ def test_a_run_that_was_broken_off_ends_where_the_other_does(kind: str, tmp_path
     assert torch.equal(la.H.dense(), found.H.dense())
 
 
+def test_a_callback_is_told_of_every_epoch_of_both_parts(tmp_path: Path) -> None:
+    told: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        run(Stops(loader(), 5), tmp_path / "run", RUNS["adam"], callback=told.append)
+    before = len(told)
+    _, _, _, losses = run(loader(), tmp_path / "run", RUNS["adam"], callback=told.append)
+    assert 0 < before < 6
+    assert [epoch.number for epoch in told] == [1, 2, 3, 4, 5, 6]
+    assert [epoch.loss for epoch in told] == losses
+    assert [epoch.number for epoch in told if epoch.tuned is not None] == [2, 4, 6]
+
+
 def test_a_finished_run_whose_file_is_left_only_ends(tmp_path: Path) -> None:
     path = tmp_path / "run"
     la, _, evidences, _ = run(loader(), None, RUNS["adam"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ def marglik_training(
     dict_key_y: str = "labels",
     *,
     generator: torch.Generator | None = None,
+    callback: Callable[[training.Epoch], object] | None = None,
     checkpoint: AnyPath | None = None,
     checkpoint_every: int = 1,
     **options: Any,
@@ -58,7 +59,8 @@ def marglik_training(
     """Trains the model in place by MAP steps and evidence steps in turn, and returns its fitted posterior.
 
     Returns (posterior, model, negative log evidence at every hyper-step, loss of every epoch). The model has the
-    weights with the largest evidence, and every module the mode it came with. A scheduler takes a step per batch.
+    weights with the largest evidence, and every module the mode it came with. A scheduler takes a step per batch. The
+    `callback` is told of every epoch: its number, loss, what the evidence led to, and whether the weights are the best.
 
     With a `checkpoint`, the path of a file, the run is kept there after every `checkpoint_every` epochs; called again
     in the same way, also in another process, it goes on from there, and ends bit for bit where it would have ended. Of
@@ -110,6 +112,12 @@ def marglik_training(
     pairs = Pairs(train_loader, dict_key_y, space.device)
     with Progress(disable=not progress_bar) as progress:
         task = progress.add_task("training", total=n_epochs)
+
+        def told(epoch: training.Epoch) -> None:
+            progress.update(task, completed=epoch.number)
+            if callback is not None:
+                callback(epoch)
+
         trained = training.train(
             model,
             pairs,
@@ -131,7 +139,7 @@ def marglik_training(
             fixed_noise=fix_sigma_noise,
             noise_power=laplace.noise_power,
             generator=generator,
-            callback=lambda epoch: progress.update(task, completed=epoch.number),
+            callback=told,
             keeper=keeper,
             keep_every=checkpoint_every,
         )
