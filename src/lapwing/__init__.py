@@ -33,10 +33,12 @@ from lapwing.directions import alignment
 from lapwing.laplace import (
     BaseLaplace,
     BlocksLaplace,
+    BlocksSubnetLaplace,
     DiagLaplace,
     DiagLLLaplace,
     DiagSubnetLaplace,
     EkfacLaplace,
+    EkfacSubnetLaplace,
     FeatureReduction,
     FullLaplace,
     FullLLLaplace,
@@ -46,10 +48,12 @@ from lapwing.laplace import (
     HessianStructure,
     KronLaplace,
     KronLLLaplace,
+    KronSubnetLaplace,
     Laplace,
     LinkApprox,
     LLLaplace,
     LowRankLaplace,
+    LowRankSubnetLaplace,
     MixedDiagLaplace,
     MixedDiagSubnetLaplace,
     ParametricLaplace,
@@ -79,7 +83,7 @@ from lapwing.tangent import Tangent
 if TYPE_CHECKING:
     from lapwing import cli, reporting, tables, utils
     from lapwing.laplace.attach import attach
-    from lapwing.reporting import report
+    from lapwing.reporting import compare, report
 
 try:
     __version__ = version("lapwing")
@@ -90,11 +94,13 @@ __all__ = [
     "BaseLaplace",
     "Bernoulli",
     "BlocksLaplace",
+    "BlocksSubnetLaplace",
     "Categorical",
     "DiagLLLaplace",
     "DiagLaplace",
     "DiagSubnetLaplace",
     "EkfacLaplace",
+    "EkfacSubnetLaplace",
     "FeatureReduction",
     "FullLLLaplace",
     "FullLaplace",
@@ -106,11 +112,13 @@ __all__ = [
     "HeteroscedasticGaussian",
     "KronLLLaplace",
     "KronLaplace",
+    "KronSubnetLaplace",
     "LLLaplace",
     "Laplace",
     "Likelihood",
     "LinkApprox",
     "LowRankLaplace",
+    "LowRankSubnetLaplace",
     "MixedDiagLaplace",
     "MixedDiagSubnetLaplace",
     "ParamSpace",
@@ -130,6 +138,7 @@ __all__ = [
     "alignment",
     "attach",
     "cli",
+    "compare",
     "curvature",
     "errors",
     "estimate",
@@ -155,7 +164,7 @@ __all__ = [
 ]
 
 # What needs the extras is imported when it is first used, so that the library stays quick to import.
-_LATER = {"attach": "lapwing.laplace.attach", "report": "lapwing.reporting"}
+_LATER = {"attach": "lapwing.laplace.attach", "compare": "lapwing.reporting", "report": "lapwing.reporting"}
 _MODULES = ("cli", "reporting", "tables", "utils")
 
 

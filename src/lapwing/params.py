@@ -13,7 +13,7 @@ Every flat vector in lapwing has this order. Memory O(number of tensors); nothin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -246,6 +246,27 @@ class ParamSpace:
         chosen[self.index] = True
         positions = torch.cat([chosen[self.whole.segment(name)] for name in smaller.names])
         return smaller._select_mask(positions)
+
+    def tightened(self) -> ParamSpace:
+        """The same entries in the same order, without the tensors that none is of; whole tensors need no index."""
+        if self.index is None:
+            return self
+        number, counts = self.tensor_of(self.index).unique(return_counts=True)
+        kept = number.tolist()
+        names, shapes = tuple(self.names[i] for i in kept), tuple(self.shapes[i] for i in kept)
+        tight = ParamSpace(names, shapes, self.dtype, self.device)
+        if counts.tolist() == [shape.numel() for shape in shapes]:
+            return tight
+        away = torch.tensor([tight.starts[name] - self.starts[name] for name in names], device=self.device)
+        return replace(tight, index=self.index + away.repeat_interleave(counts))
+
+    def cut(self) -> tuple[str, ...]:
+        """The names of tensors of which some entries are here and some are not."""
+        if self.index is None:
+            return ()
+        number, counts = self.tensor_of(self.index).unique(return_counts=True)
+        pairs = zip(number.tolist(), counts.tolist(), strict=True)
+        return tuple(self.names[i] for i, count in pairs if count != self.shapes[i].numel())
 
     def _select_mask(self, mask: Tensor) -> ParamSpace:
         if mask.dim() != 1:

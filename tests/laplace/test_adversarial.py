@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import chosen
 from lapwing import Laplace, marglik_training
 from lapwing.curvature import BackPackEF
 from lapwing.errors import DataError, OptionError, ParameterError
@@ -38,7 +39,7 @@ def seeded() -> torch.Generator:
 
 
 def made(subset: str, structure: str, task: str = "regression", **options: Any) -> BaseLaplace:
-    options |= {"subnetwork_indices": SUBNET} if subset == "subnetwork" else {}
+    options |= {"subnetwork_indices": chosen.positions(net(), structure, SUBNET)} if subset == "subnetwork" else {}
     options |= {"rank": 26} if structure == "lowrank" else {}
     return Laplace(net(), task, subset, structure, **options)
 

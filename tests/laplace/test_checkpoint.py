@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import chosen
 from lapwing import Laplace
 from lapwing.errors import CurvatureError, DataError, OptionError, StorageError
 from lapwing.laplace import BaseLaplace
@@ -47,7 +48,7 @@ def made(
     subset: str = "all", structure: str = "kron", task: str = "classification", model: Any = None, **options: Any
 ) -> BaseLaplace:
     if subset == "subnetwork":
-        options["subnetwork_indices"] = torch.tensor([0, 3, 7, 30])
+        options["subnetwork_indices"] = chosen.positions(mlp(), structure)
     return Laplace(mlp() if model is None else model, task, subset, structure, **options)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import chosen
 import lapwing
 from lapwing import Laplace, estimate
 from lapwing.errors import (
@@ -48,7 +49,7 @@ def batches(task: str) -> list[tuple[Tensor, Tensor]]:
 
 def made(subset: str, structure: str, task: str = "classification", **options: object) -> BaseLaplace:
     if subset == "subnetwork":
-        options["subnetwork_indices"] = torch.tensor([0, 3, 7, 30])
+        options["subnetwork_indices"] = chosen.positions(mlp(), structure)
     if structure == "lowrank":
         options["rank"] = 5
     return Laplace(mlp(), task, subset, structure, **options)
@@ -348,7 +349,7 @@ def test_before_fitting(subset: str, structure: str) -> None:
         (("classification", "al", "full"), "Did you mean 'all'"),
         (("classification", "last_layr", "full"), "Did you mean 'last_layer'"),
         (("classification", "all", "krone"), "Did you mean 'kron'"),
-        (("classification", "subnetwork", "kron"), "expected one of"),
+        (("classification", "subnetwork", "gp"), "expected one of"),
         (("classification", "subnetwork", "full"), "subnetwork_indices"),
     ],
 )

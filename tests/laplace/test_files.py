@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import chosen
 import lapwing
 from lapwing import Laplace
 from lapwing.errors import DataError, OptionError, ParameterError, StorageError
@@ -52,7 +53,7 @@ def batches(task: str, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor,
 def made(subset: str, structure: str, task: str = "classification", dtype: torch.dtype = torch.float64) -> BaseLaplace:
     options: dict[str, Any] = {"rank": 5} if structure == "lowrank" else {}
     if subset == "subnetwork":
-        options["subnetwork_indices"] = torch.tensor([0, 3, 7, 30])
+        options["subnetwork_indices"] = chosen.positions(mlp(), structure)
     la = Laplace(mlp(dtype=dtype), task, subset, structure, prior_precision=2.0, temperature=0.5, **options)
     la.fit(batches(task, dtype))
     la.optimize_prior_precision()

@@ -321,8 +321,8 @@ ABOVE = (
     Mutant(
         "the prior pulls twice as hard in training",
         "training/objective.py",
-        "/ (2 * self.points) - fit",
-        "/ self.points - fit",
+        "self.tangent.parameters)) / (2 * self.points)",
+        "self.tangent.parameters)) / self.points",
         ("training",),
     ),
     Mutant(

@@ -28,8 +28,12 @@ from lapwing.laplace.variants.all_weights import (
 from lapwing.laplace.variants.functional import FunctionalLaplace, FunctionalLLLaplace
 from lapwing.laplace.variants.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace, LLLaplace
 from lapwing.laplace.variants.subnetwork import (
+    BlocksSubnetLaplace,
     DiagSubnetLaplace,
+    EkfacSubnetLaplace,
     FullSubnetLaplace,
+    KronSubnetLaplace,
+    LowRankSubnetLaplace,
     MixedDiagSubnetLaplace,
     PropagatedDiagSubnetLaplace,
     SubnetLaplace,
@@ -38,10 +42,12 @@ from lapwing.laplace.variants.subnetwork import (
 __all__ = [
     "BaseLaplace",
     "BlocksLaplace",
+    "BlocksSubnetLaplace",
     "DiagLLLaplace",
     "DiagLaplace",
     "DiagSubnetLaplace",
     "EkfacLaplace",
+    "EkfacSubnetLaplace",
     "FeatureReduction",
     "FullLLLaplace",
     "FullLaplace",
@@ -51,10 +57,12 @@ __all__ = [
     "HessianStructure",
     "KronLLLaplace",
     "KronLaplace",
+    "KronSubnetLaplace",
     "LLLaplace",
     "Laplace",
     "LinkApprox",
     "LowRankLaplace",
+    "LowRankSubnetLaplace",
     "MixedDiagLaplace",
     "MixedDiagSubnetLaplace",
     "ParametricLaplace",

@@ -492,7 +492,7 @@ class BaseLaplace:
             curvature = checkpointed(self.setup, tangent, pairs, seen, generator, checkpoint, checkpoint_every)
         assert seen.shape is not None
         mean = tangent.space.values(self.model)
-        fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape)
+        fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape, seen.fingerprint)
         if not override and self._fitted is not None:
             fitted = self._fitted + fitted
         fitted = replace(fitted, curvature=compact(fitted.curvature))

@@ -211,6 +211,7 @@ def _write(path: Path, same: dict[str, Any], progress: SumSoFar, seen: Seen, gen
         "batches": progress.batches,
         "data": progress.data,
         "seen": {"points": seen.points, "targets": seen.targets, "shape": list(seen.shape)},
+        "fingerprint": seen.fingerprint,
     }
     write(path, tensors, metadata)
 
@@ -282,7 +283,7 @@ def _resumed(
         if not isinstance(total, Curvature):
             raise StorageError(f"the checkpoint {path} holds no curvature; expected one. Delete it to begin anew.")
         seen.points, seen.targets, seen.shape = facts["points"], facts["targets"], torch.Size(facts["shape"])
-        seen.total = tensors["seen"].to(device)
+        seen.total, seen.prints = tensors["seen"].to(device), saved.get("fingerprint")
         if generator is not None:
             generator.set_state(tensors["generator"])
     except (KeyError, TypeError) as error:

@@ -137,6 +137,6 @@ def automatic(model: nn.Module, subset: str, indices: Any = None) -> tuple[str, 
     size = len(indices) if subset == "subnetwork" and isinstance(indices, Tensor) else ParamSpace.of(model).size
     if size <= FULL_LIMIT:
         return "full", f"full: {size:,} weights, so every covariance fits (up to {FULL_LIMIT:,})"
-    if subset == "subnetwork":
+    if subset == "subnetwork" and ParamSpace.of(model).select(mask=indices).cut():
         return "diag", f"diag: {size:,} weights are chosen, more than the {FULL_LIMIT:,} that a full matrix is kept for"
     return "kron", f"kron: {size:,} weights, more than the {FULL_LIMIT:,} that a full matrix is kept for"

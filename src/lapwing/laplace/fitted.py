@@ -10,18 +10,23 @@ from torch import Tensor
 
 from lapwing.errors import ParameterError
 from lapwing.evidence import GaussianFit
+from lapwing.evidence.seen import joint_fingerprint
 from lapwing.linalg import Curvature
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """The curvature at unit noise, the mode, how well the mode fits, and how many points of which shape were seen."""
+    """The curvature at unit noise, the mode, how well the mode fits, and how many points of which shape were seen.
+
+    `fingerprint` is that of their targets (`evidence.seen`); None where it is not known, as from an older file.
+    """
 
     curvature: Curvature
     mean: Float[Tensor, " params"]
     fit: Float[Tensor, ""] | GaussianFit
     n_data: int
     output_shape: torch.Size
+    fingerprint: int | None = None
 
     def __add__(self, other: Fitted) -> Fitted:
         """The fit of both data sets, at the same weights and for the same outputs."""
@@ -42,4 +47,5 @@ class Fitted:
             assert isinstance(other.fit, Tensor)
             fit = self.fit + other.fit
         curvature, count = self.curvature.pooled(other.curvature), self.n_data + other.n_data
-        return Fitted(curvature, self.mean, fit, count, self.output_shape)
+        both = joint_fingerprint(self.fingerprint, other.fingerprint)
+        return Fitted(curvature, self.mean, fit, count, self.output_shape, both)

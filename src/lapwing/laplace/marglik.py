@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from lapwing.laplace.data import Pairs
 from lapwing.laplace.factory import Laplace
 from lapwing.laplace.hyper import precisions_of
 from lapwing.laplace.names import PriorStructure, choose
+from lapwing.laplace.training_checkpoint import TrainingFile
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
+from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
 
 
@@ -49,12 +51,20 @@ def marglik_training(
     dict_key_y: str = "labels",
     *,
     generator: torch.Generator | None = None,
+    callback: Callable[[training.Epoch], object] | None = None,
+    checkpoint: AnyPath | None = None,
+    checkpoint_every: int = 1,
     **options: Any,
 ) -> tuple[BaseLaplace, nn.Module, list[float], list[float]]:
     """Trains the model in place by MAP steps and evidence steps in turn, and returns its fitted posterior.
 
     Returns (posterior, model, negative log evidence at every hyper-step, loss of every epoch). The model has the
-    weights with the largest evidence, and every module the mode it came with. A scheduler takes a step per batch.
+    weights with the largest evidence, and every module the mode it came with. A scheduler takes a step per batch. The
+    `callback` is told of every epoch: its number, loss, what the evidence led to, and whether the weights are the best.
+
+    With a `checkpoint`, the path of a file, the run is kept there after every `checkpoint_every` epochs; called again
+    in the same way, also in another process, it goes on from there, and ends bit for bit where it would have ended. Of
+    random numbers torch's are kept, and not those that a model or a loader draws from `numpy` or `random`.
     """
     structure = choose(prior_structure, [known.value for known in PriorStructure], "prior_structure")
     for name, instead in (("prior_precision", "prior_prec_init"), ("sigma_noise", "sigma_noise_init")):
@@ -72,6 +82,24 @@ def marglik_training(
         dict_key_y=dict_key_y,
         **options,
     )
+    keeper = None
+    if checkpoint is not None:
+        run = {
+            "optimizer": (optimizer_cls, *sorted((optimizer_kwargs or {}).items())),
+            "scheduler": (scheduler_cls, *sorted((scheduler_kwargs or {}).items())),
+            "n_epochs": n_epochs,
+            "lr_hyp": lr_hyp,
+            "prior_structure": structure,
+            "n_epochs_burnin": n_epochs_burnin,
+            "n_hypersteps": n_hypersteps,
+            "marglik_frequency": marglik_frequency,
+            "prior_prec_init": prior_prec_init,
+            "sigma_noise_init": sigma_noise_init,
+            "temperature": temperature,
+            "fix_sigma_noise": fix_sigma_noise,
+            "generator's seed": None if generator is None else generator.initial_seed(),
+        }
+        keeper = TrainingFile.of(checkpoint, laplace.setup, checkpoint_every, **run)
     space = ParamSpace.of(model)
     laplace.prior_precision = _start(space, structure, prior_prec_init)
     prior = laplace.prior
@@ -84,6 +112,12 @@ def marglik_training(
     pairs = Pairs(train_loader, dict_key_y, space.device)
     with Progress(disable=not progress_bar) as progress:
         task = progress.add_task("training", total=n_epochs)
+
+        def told(epoch: training.Epoch) -> None:
+            progress.update(task, completed=epoch.number)
+            if callback is not None:
+                callback(epoch)
+
         trained = training.train(
             model,
             pairs,
@@ -105,12 +139,16 @@ def marglik_training(
             fixed_noise=fix_sigma_noise,
             noise_power=laplace.noise_power,
             generator=generator,
-            callback=lambda _: progress.advance(task),
+            callback=told,
+            keeper=keeper,
+            keep_every=checkpoint_every,
         )
     laplace.prior_precision = trained.prior.precisions
     if laplace.has_noise:
         laplace.sigma_noise = trained.sigma
     laplace.fit(pairs, generator=generator)
+    if keeper is not None:
+        keeper.remove()
     return laplace, model, [-value for value in trained.steps], list(trained.losses)
 
 

@@ -64,6 +64,8 @@ def state_dict(
         state["index"] = space.index.cpu().clone()
     if features:
         state["features"] = 1
+    if fitted.fingerprint is not None:
+        state["fingerprint"] = fitted.fingerprint
     if isinstance(fitted.fit, GaussianFit):
         state |= {"targets": fitted.fit.targets, "squares": fitted.fit.squares.clone()}
     else:
@@ -124,14 +126,20 @@ def load(
         )
     fit = state.get("log_likelihood")
     fit = GaussianFit(int(state["targets"]), state["squares"].to(device)) if fit is None else fit.to(device)
-    return hyper, Fitted(curvature, mean, fit, int(state["n_data"]), shape)
+    known = state.get("fingerprint")
+    return hyper, Fitted(curvature, mean, fit, int(state["n_data"]), shape, None if known is None else int(known))
 
 
 def check_parameters(space: ParamSpace, state: Mapping[str, Any]) -> None:
     """The same parameters, by name and shape."""
     stored = [(name, tuple(shape)) for name, shape in json.loads(state["parameters"])]
-    ours = [(name, tuple(shape)) for name, shape in zip(space.names, space.shapes, strict=True)]
-    index, own = state.get("index"), space.index
+    index = state.get("index")
+    if index is not None:  # files may name all tensors of the network, also those that no entry is of
+        names, shapes = [name for name, _ in stored], [torch.Size(shape) for _, shape in stored]
+        tight = ParamSpace(tuple(names), tuple(shapes), space.dtype, index.device, index).tightened()
+        stored, index = _listed(tight), tight.index
+    tight = space.tightened()
+    ours, own = _listed(tight), tight.index
     if (index is None) != (own is None) or (
         index is not None and own is not None and not torch.equal(index.cpu(), own.cpu())
     ):
@@ -143,6 +151,10 @@ def check_parameters(space: ParamSpace, state: Mapping[str, Any]) -> None:
             f"{space.size} in {len(ours)}{f'; first difference: {different}' if different else ''}; expected "
             "the same network and the same choice of weights."
         )
+
+
+def _listed(space: ParamSpace) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(shape)) for name, shape in zip(space.names, space.shapes, strict=True)]
 
 
 def check_curvature(fitted: Fitted | None, size: int) -> None:

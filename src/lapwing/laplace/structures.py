@@ -44,6 +44,7 @@ class Structure:
     over the data; `closed` does the same for a last layer in closed form, `recursive` by propagated expectations, and
     `hessian` is what `estimate.hessian` calls the structure. `continued` gives the estimator's options where data are
     added to a curvature. `not_additive` names what of the curvatures of two data sets does not add up, if anything.
+    `parts_of_tensors` says whether a sub-network may have some entries of a tensor and not others.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Structure:
     continued: Callable[[Options, Curvature], Options] | None = None
     not_additive: str = ""
     per_entry_prior: bool = True
+    parts_of_tensors: bool = True
 
 
 STRUCTURES: dict[str, Structure] = {}
@@ -94,11 +96,12 @@ for _row in (
         estimate.kflr,
         (linalg.Kronecker, linalg.KroneckerSum, Term, *_BLOCKS),
         options=(*_KRONECKER, "factored_damping"),
-        subsets=("all", "last_layer"),
+        subsets=_EVERYWHERE,
         closed=last_layer.kron,
         recursive=estimate.kfra,
         continued=lambda options, before: {**options, "added_to": before},
         per_entry_prior=False,
+        parts_of_tensors=False,
     ),
     Structure(
         "ekfac",
@@ -108,8 +111,10 @@ for _row in (
         (linalg.CorrectedKronecker, linalg.EigenColumns, *_BLOCKS),
         options=_KRONECKER,
         continued=lambda _, before: {"basis": before},
+        subsets=("all", "subnetwork"),
         not_additive="eigenbases",
         per_entry_prior=False,
+        parts_of_tensors=False,
     ),
     Structure(
         "diag",
@@ -145,6 +150,7 @@ for _row in (
         estimate.low_rank,
         (linalg.LowRank,),
         options=("rank",),
+        subsets=("all", "subnetwork"),
         not_additive="leading eigenvectors",
     ),
     Structure(
@@ -163,6 +169,7 @@ for _row in (
         estimate.blocks,
         _BLOCKS,
         options=("by",),
+        subsets=("all", "subnetwork"),
         closed=last_layer.blocks,
         hessian="blocks",
     ),

@@ -7,11 +7,13 @@ predictions       targets and what was predicted for them, a class for each kind
 statistics        the figures, a function for each part of the page
 figures           collect: all figures as one dictionary
 pictures          figures as SVG
+comparison        compare: several posteriors side by side, as a table and a picture
 words             figures as sentences
 page              figures, pictures and words as one HTML file, from templates/
 """
 
+from lapwing.reporting.comparison import Comparison, compare
 from lapwing.reporting.figures import collect
 from lapwing.reporting.posterior_report import report
 
-__all__ = ["collect", "report"]
+__all__ = ["Comparison", "collect", "compare", "report"]

@@ -110,6 +110,43 @@ def unpack(description: Any, tensors: Mapping[str, Tensor]) -> Any:
         ) from error
 
 
+def pack_tree(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Mappings, lists and tuples of tensors, numbers and strings, as states of optimisers are; for `unpack_tree`."""
+    tensors: dict[str, Tensor] = {}
+    return _tree(value, "", tensors), tensors
+
+
+def _tree(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {"tensor": path}
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        pairs = enumerate(value.items())
+        return {"mapping": [[key, _tree(item, _join(path, str(i)), tensors)] for i, (key, item) in pairs]}
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_tree(item, _join(path, str(i)), tensors) for i, item in enumerate(value)]}
+    raise DataError(
+        f"{path or 'the state'} is a {type(value).__name__}, which cannot be stored; expected tensors, numbers and "
+        "strings, in lists and mappings."
+    )
+
+
+def unpack_tree(description: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `pack_tree` described; of a kind of mapping of its own a plain one."""
+    if not isinstance(description, dict):
+        return description
+    ((kind, inside),) = description.items()
+    if kind == "tensor":
+        return tensors[inside]
+    if kind == "mapping":
+        return {key: unpack_tree(item, tensors) for key, item in inside}
+    items = [unpack_tree(item, tensors) for item in inside]
+    return items if kind == "list" else tuple(items)
+
+
 def compact(value: Any) -> Any:
     """The same object with all tensors row-major and aligned, as they are when they come from a file.
 

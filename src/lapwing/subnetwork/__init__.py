@@ -1,6 +1,6 @@
 """Sub-networks: which weights are random. Scores [P] -> a smaller `ParamSpace`; the other weights stay at their values.
 
-choices    n weights of largest magnitude or variance, or at random; whole tensors by name; the last layer
+choices    n weights of largest magnitude or variance, or at random; whole tensors by name; the last layers
 swag       a score [P]: variance along an SGD trajectory
 masks      the same under the names and arguments that users of laplace-torch know
 """
@@ -11,6 +11,7 @@ from lapwing.subnetwork.choices import (
     largest_magnitude,
     largest_variance,
     last_layer,
+    last_layers,
     positions,
     random,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "largest_magnitude",
     "largest_variance",
     "last_layer",
+    "last_layers",
     "positions",
     "random",
     "swag_variance",

@@ -1,7 +1,7 @@
 """Choices of weights: a `ParamSpace` [P] -> the smaller `ParamSpace` [n] of a sub-network.
 
     largest_magnitude, largest_variance, random    n weights, cut through tensors
-    by_parameters, by_modules, last_layer          whole tensors
+    by_parameters, by_modules, last_layer(s)       whole tensors
 
 A choice by score costs O(P log P) time and O(P) memory; every other one O(n), nothing of the size of all weights is
 made. Positions are those of the flat vector of the space they are taken from.
@@ -76,16 +76,35 @@ def by_modules(space: ParamSpace, names: Iterable[str]) -> ParamSpace:
 
 def last_layer(space: ParamSpace, model: nn.Module, x: Any) -> ParamSpace:
     """The weight that is multiplied last when `model` runs on the inputs x, and its bias. One recorded pass."""
+    return last_layers(space, model, x, 1)
+
+
+def last_layers(space: ParamSpace, model: nn.Module, x: Any, n: int) -> ParamSpace:
+    """The n weights that are multiplied last when `model` runs on the inputs x, and their biases. One recorded pass.
+
+    A weight that is used twice counts once, where it is used last. Layers without such a weight, as those that
+    normalise, count for nothing and are not in it: name them with `by_modules`.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ParameterError(f"the last {n!r} layers were asked for; expected a number >= 1.")
     linearisation = Tangent(model, space.whole, evaluate=True).at(x)
     used = [(use, {name for source in use.sources for name in source.names}) for use, _ in linearisation.uses]
-    last = max((i for i, (use, _) in enumerate(used) if isinstance(use, Contraction) and use.weight), default=None)
-    if last is None:
+    found: dict[str, int] = {}
+    for i, (use, names) in reversed(list(enumerate(used))):
+        if isinstance(use, Contraction) and use.weight and len(found) < n:
+            found.setdefault(min(names), i)
+    if not found:
         raise ModelError(
             f"no operation of {type(model).__name__} multiplies its input by a trainable weight; expected a linear or "
             "convolutional layer. Name the layer: by_modules(space, ['...'])."
         )
-    owner = _module(min(used[last][1]))
-    later = {name for _, names in used[last:] for name in names if _module(name) == owner}
+    if len(found) < n:
+        raise ParameterError(
+            f"the last {n} layers were asked for, and {type(model).__name__} has {len(found)}: "
+            f"{[_module(name) for name in reversed(found)]}; expected a number from 1 to {len(found)}."
+        )
+    owners = {_module(name) for name in found}
+    later = {name for _, names in used[min(found.values()) :] for name in names if _module(name) in owners}
     return space.select([name for name in space.names if name in later])
 
 

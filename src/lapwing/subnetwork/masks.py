@@ -24,7 +24,7 @@ from lapwing.subnetwork.choices import (
     check_count,
     largest_magnitude,
     largest_variance,
-    last_layer,
+    last_layers,
     positions,
     random,
     unknown,
@@ -187,15 +187,21 @@ class ModuleNameSubnetMask(_Named):
 
 
 class LastLayerSubnetMask(_Chosen):
-    """`last_layer` on the loader's first batch, or the module of a given name, for which no data are needed."""
+    """`last_layers` on the loader's first batch, or the module of a given name, for which no data are needed."""
 
-    def __init__(self, model: nn.Module, last_layer_name: str | None = None) -> None:
+    def __init__(self, model: nn.Module, last_layer_name: str | None = None, n_layers: int = 1) -> None:
         super().__init__(model)
+        if last_layer_name is not None and n_layers != 1:
+            raise ParameterError(
+                f"n_layers is {n_layers} with the layer {last_layer_name!r}; expected one of the two. Use "
+                "ModuleNameSubnetMask for several layers by name."
+            )
+        self._count = n_layers
         self._chosen = None if last_layer_name is None else by_modules(self.space, [last_layer_name])
 
     def _choice(self, train_loader: Iterable[Any] | None) -> ParamSpace:
         if self._chosen is not None:
             return self._chosen
         for batch in self._loader(train_loader):
-            return last_layer(self.space, self.model, batch[0])
+            return last_layers(self.space, self.model, batch[0], self._count)
         raise DataError("the loader yields no batch; expected at least one, to find the last layer with.")

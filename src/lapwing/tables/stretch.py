@@ -24,7 +24,7 @@ from lapwing.evidence.tuners import Limits, share_left, updates
 from lapwing.laplace import BaseLaplace, Laplace
 from lapwing.priors import Prior
 from lapwing.tables.network import Spec, heads_of
-from lapwing.training.loop import Best, Epoch, Gradient, TrainingLoop
+from lapwing.training.loop import Best, Epoch, Gradient, Looks, TrainingLoop
 
 EVIDENCE_ROWS = 20_000
 FACTOR = 2_000
@@ -126,7 +126,7 @@ class TableTraining:
 
         shuffled = Shuffled(self.x, self.y, self.size, self.generator)
         loop = TrainingLoop(self.model, shuffled, optimiser, self.under, evidence, tune, cosine)
-        return loop.run(prior, sigma, epochs, lambda number: number % every == 0, told)
+        return loop.run(Looks(prior, sigma), epochs, lambda number: number % every == 0, told)
 
     def under(self, prior: Prior, sigma: float) -> Gradient:
         """Losses without the prior, and gradients with it, at unit noise: a rate means the same whatever sigma is."""

@@ -1,7 +1,10 @@
 """Training procedures that use the posterior while they run: `marglik`, training by the marginal likelihood.
 
 marginal_likelihood   `train`: weights and hyper-parameters in turn, and the record of a run
+tuner                 `EvidenceTuner`: prior and noise by the evidence, for a loop of one's own
+lightning_callback    `EvidenceCallback`: the same for Lightning, where it is installed
 loop                  the training loop, which networks for tables use as well
+resume                runs that go on where they were broken off
 objective             what a run asks of the data: gradients for the weights, and the evidence
 evidence_ascent       `adam`: steps of the hyper-parameters up the evidence
 options               what a run is asked for, checked
@@ -11,5 +14,7 @@ train_mode            train mode and random numbers for the length of a run, and
 from lapwing.training.evidence_ascent import Hyper, adam
 from lapwing.training.loop import Epoch
 from lapwing.training.marginal_likelihood import Trained, train
+from lapwing.training.resume import Keeper
+from lapwing.training.tuner import EvidenceTuner
 
-__all__ = ["Epoch", "Hyper", "Trained", "adam", "train"]
+__all__ = ["Epoch", "EvidenceTuner", "Hyper", "Keeper", "Trained", "adam", "train"]

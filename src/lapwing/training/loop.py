@@ -50,6 +50,23 @@ class Best:
         return float(self.tuned.log_marginal)
 
 
+@dataclass(eq=False)
+class Looks:
+    """The prior and noise that the evidence has led to so far, and the best weights."""
+
+    prior: Prior
+    sigma: Tensor
+    best: Best | None = None
+
+    def note(self, number: int, tuned: Tuned, model: nn.Module) -> bool:
+        """After a look; says whether the weights are the best so far."""
+        self.prior, self.sigma = tuned.prior, tuned.sigma
+        better = self.best is None or float(tuned.log_marginal) > self.best.log_marginal
+        if better:
+            self.best = Best(tuned, number, copied(model))
+        return better
+
+
 @dataclass(frozen=True, eq=False)
 class TrainingLoop:
     """What does not change while a model is trained.
@@ -69,35 +86,31 @@ class TrainingLoop:
 
     def run(
         self,
-        prior: Prior,
-        sigma: Tensor,
+        looks: Looks,
         epochs: int,
         due: Callable[[int], bool],
         callback: Callable[[Epoch, Evidence | None], object],
+        done: int = 0,
     ) -> Best:
         """Trains from where the model is, and leaves it with the best weights.
 
         There is a look after each epoch that is `due`, and after the last. The callback is told of every epoch, with
-        the evidence of its look.
+        the evidence of its look. `done` epochs of a run that goes on are behind it.
         """
-        best: Best | None = None
-        for number in range(1, epochs + 1):
-            loss = self.epoch(number, prior, float(sigma))
+        for number in range(done + 1, epochs + 1):
+            loss = self.epoch(number, looks.prior, float(looks.sigma))
             if not self.scheduler_per_batch:
                 advance(self.scheduler, loss)
             evidence, tuned, better = None, None, False
             if number == epochs or due(number):
                 evidence = self.evidence()
-                tuned = self.tune(evidence, prior, sigma)
-                prior, sigma = tuned.prior, tuned.sigma
-                better = best is None or float(tuned.log_marginal) > best.log_marginal
-                if better:
-                    best = Best(tuned, number, copied(self.model))
+                tuned = self.tune(evidence, looks.prior, looks.sigma)
+                better = looks.note(number, tuned, self.model)
             callback(Epoch(number, loss, tuned, better), evidence)
-        assert best is not None
+        assert looks.best is not None
         self.optimiser.zero_grad(set_to_none=True)
-        restore(self.model, best.weights)
-        return best
+        restore(self.model, looks.best.weights)
+        return looks.best
 
     def epoch(self, number: int, prior: Prior, sigma: float) -> float:
         """One pass of steps; the mean of the loss over data points."""

@@ -27,17 +27,17 @@ from torch import Tensor, nn
 
 from lapwing.errors import ParameterError
 from lapwing.estimate import kflr
-from lapwing.evidence import Evidence, Tuned
+from lapwing.evidence import Evidence
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
 from lapwing.priors import Prior
-from lapwing.tangent import Tangent
-from lapwing.training.evidence_ascent import Hyper, adam
 from lapwing.training.loop import Epoch, TrainingLoop
-from lapwing.training.objective import Estimator, Objective, count
-from lapwing.training.options import built, check_numbers, starting_noise, starting_prior
+from lapwing.training.objective import Estimator
+from lapwing.training.options import built, check_numbers
+from lapwing.training.resume import Keeper, Run
 from lapwing.training.train_mode import following, training_mode
+from lapwing.training.tuner import EvidenceTuner
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +90,8 @@ def train(
     noise_power: int = 2,
     generator: torch.Generator | None = None,
     callback: Callable[[Epoch], object] | None = None,
+    keeper: Keeper | None = None,
+    keep_every: int = 1,
 ) -> Trained:
     """Trains the model in place, and leaves it with the weights of largest evidence.
 
@@ -106,6 +108,9 @@ def train(
 
     With a `generator`, all randomness (dropout, the order of a loader without a generator of its own, drawn curvature)
     follows it and torch's global generator stays as it was; without one, the global generator is used.
+
+    A `keeper` is given a snapshot after every `keep_every` epochs; where it has one, the run goes on from there, bit
+    for bit as if it had not been broken off (random numbers that are not torch's apart).
     """
     check_numbers(epochs=epochs, every=every, burn_in=burn_in, steps=hyper_steps, lr=hyper_lr, temperature=temperature)
     if burn_in >= epochs:
@@ -113,55 +118,69 @@ def train(
             f"burn_in is {burn_in} with {epochs} epochs, so the evidence would never be evaluated; expected a smaller "
             "burn_in, or more epochs."
         )
-    if points is not None:
-        check_numbers(points=points)
-    space = ParamSpace.of(model)
-    noise = starting_noise(likelihood, sigma, space, fixed_noise)
-    start, has_noise = starting_prior(prior, precision, space), noise is not None
-    level = torch.ones_like(start.precisions[0]) if noise is None else noise
-    hyper = Hyper.of(start, has_noise and not fixed_noise)
-    losses, values, evaluated, best_evidence = [], [], [], []
+    best_evidence: list[Evidence | None] = []
 
-    def tune(evidence: Evidence, prior: Prior, sigma: Tensor) -> Tuned:
-        options = {"temperature": temperature, "fixed_noise": fixed_noise, "state": hyper}
-        return adam(evidence, prior, sigma, hyper_steps, hyper_lr, **options)
-
-    def told(epoch: Epoch, evidence: Evidence | None) -> None:
-        losses.append(epoch.loss)
-        if epoch.tuned is not None:
-            values.append(float(epoch.tuned.log_marginal))
-            evaluated.append(epoch.number)
-        if epoch.best:
-            best_evidence[:] = [evidence]
-        if callback is not None:
-            callback(epoch)
-
-    with training_mode(model), following(generator, space.device):
-        first, counted = count(loader, points)
-        tangent = Tangent(model, space)
-        objective = Objective(loader, likelihood, tangent, estimator, has_noise, temperature, counted, noise_power)
-        objective.check(first, start, generator)
-        optimiser = built(optimizer_cls, list(tangent.parameters.values()), optimizer_kwargs or {"lr": 1e-3})
-        scheduler = None if scheduler_cls is None else built(scheduler_cls, optimiser, scheduler_kwargs or {})
-        loop = TrainingLoop(
+    with training_mode(model), following(generator, ParamSpace.of(model).device):
+        tuner = EvidenceTuner(
             model,
             loader,
-            optimiser,
-            objective.under,
-            lambda: objective.evidence(generator),
-            tune,
-            scheduler,
-            scheduler_per_batch,
+            likelihood,
+            estimator=estimator,
+            prior=prior,
+            precision=precision,
+            sigma=sigma,
+            burn_in=burn_in,
+            every=every,
+            hyper_steps=hyper_steps,
+            hyper_lr=hyper_lr,
+            temperature=temperature,
+            fixed_noise=fixed_noise,
+            points=points,
+            noise_power=noise_power,
+            generator=generator,
         )
-        best = loop.run(start, level, epochs, lambda number: number > burn_in and number % every == 0, told)
+        parameters = list(tuner.objective.tangent.parameters.values())
+        optimiser = built(optimizer_cls, parameters, optimizer_kwargs or {"lr": 1e-3})
+        scheduler = None if scheduler_cls is None else built(scheduler_cls, optimiser, scheduler_kwargs or {})
+        run = Run(tuner, optimiser, scheduler, loader, generator)
+        kept = None if keeper is None else keeper.load()
+        done = 0 if kept is None else run.put_back(kept)
+
+        def told(epoch: Epoch, evidence: Evidence | None) -> None:
+            run.losses.append(epoch.loss)
+            if epoch.tuned is not None:
+                run.values.append(float(epoch.tuned.log_marginal))
+                run.evaluated.append(epoch.number)
+            if epoch.best:
+                best_evidence[:] = [evidence]
+            if callback is not None:
+                callback(epoch)
+            if keeper is not None and (epoch.number % keep_every == 0 or epoch.number == epochs):
+                keeper.save(run.snapshot(epoch.number))
+
+        loop = TrainingLoop(
+            model, loader, optimiser, tuner.objective.under, tuner.evidence, tuner.tune, scheduler, scheduler_per_batch
+        )
+        best = loop.run(tuner.looks, epochs, tuner.due, told, done)
+        found = best_evidence[0] if best_evidence else _again(tuner, generator)
+    assert found is not None
     return Trained(
         prior=best.tuned.prior,
         sigma=best.tuned.sigma,
-        log_marginals=tuple(values),
-        losses=tuple(losses),
-        evidence=best_evidence[0],
+        log_marginals=tuple(run.values),
+        losses=tuple(run.losses),
+        evidence=found,
         best_epoch=best.number,
         state=best.weights,
-        evaluated=tuple(evaluated),
-        steps=tuple(hyper.values),
+        evaluated=tuple(run.evaluated),
+        steps=tuple(tuner.hyper.values),
     )
+
+
+def _again(tuner: EvidenceTuner, generator: torch.Generator | None) -> Evidence:
+    """The evidence at the best weights, of a look before the run was broken off; draws of it count for nothing."""
+    state = None if generator is None else generator.get_state()
+    found = tuner.evidence()
+    if generator is not None and state is not None:
+        generator.set_state(state)
+    return found

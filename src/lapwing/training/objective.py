@@ -14,6 +14,8 @@ from math import isfinite
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from lapwing.errors import DataError
 from lapwing.estimate.data_pass import no_batch, pairs
@@ -49,13 +51,12 @@ class Objective:
 
     def under(self, prior: Prior, sigma: float) -> Gradient:
         """Losses and gradients of batches. The gradient is scaled by T sigma^2; the loss that is returned is not."""
-        space, likelihood, scale = self.tangent.space, self.at(sigma), self.temperature * sigma**2
+        likelihood, scale = self.at(sigma), self.temperature * sigma**2
 
         def gradient(x: Any, y: Any) -> tuple[float, float]:
             f = call(self.tangent.model, x)
             likelihood.check(f, y)
-            fit = likelihood.log_prob(f, y).sum() / (batch_size(x) * self.temperature)
-            loss = prior.scatter(space.ravel(self.tangent.parameters)) / (2 * self.points) - fit
+            loss = self.loss(likelihood, f, y, batch_size(x)) + self.penalty(prior)
             value = float(loss.detach())
             if not isfinite(value):
                 raise DataError(
@@ -65,6 +66,14 @@ class Objective:
             return value, value * scale
 
         return gradient
+
+    def loss(self, likelihood: Likelihood, f: Tensor, y: Tensor, size: int) -> Float[Tensor, ""]:
+        """-log p(y | f) per data point of a batch of `size`, over the temperature."""
+        return -likelihood.log_prob(f, y).sum() / (size * self.temperature)
+
+    def penalty(self, prior: Prior) -> Float[Tensor, ""]:
+        """1/2 (theta - mean)^T prior (theta - mean) per data point, at the present weights."""
+        return prior.scatter(self.tangent.space.ravel(self.tangent.parameters)) / (2 * self.points)
 
     def check(self, batch: tuple[Any, Any], prior: Prior, generator: torch.Generator | None) -> None:
         """Refuses, before any step, a model that the estimator has no rule for or a prior that it cannot carry."""

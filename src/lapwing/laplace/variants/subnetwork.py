@@ -13,14 +13,19 @@ from lapwing.errors import ParameterError
 from lapwing.laplace.hyper import Number
 from lapwing.laplace.structures import AnyTangent
 from lapwing.laplace.variants.all_weights import (
+    BlocksLaplace,
     DiagLaplace,
+    EkfacLaplace,
     FullLaplace,
+    KronLaplace,
+    LowRankLaplace,
     MixedDiagLaplace,
     ParametricLaplace,
     PropagatedDiagLaplace,
     arguments,
 )
 from lapwing.likelihoods import Likelihood
+from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 
 
@@ -55,8 +60,22 @@ class SubnetLaplace(ParametricLaplace):
         super().__init__(**named)
 
     def _chosen_tangent(self, x: Any | None) -> AnyTangent:
-        space = self._whole.select(mask=self.subnetwork_indices)
-        return Tangent(self.model, space, differentiable=self.enable_backprop, evaluate=True)
+        chosen = self._whole.select(mask=self.subnetwork_indices)
+        assert chosen.index is not None
+        self._positions = chosen.index
+        self._check_chosen(chosen)
+        return Tangent(self.model, chosen.tightened(), differentiable=self.enable_backprop, evaluate=True)
+
+    def _check_chosen(self, chosen: ParamSpace) -> None:
+        """Refuses a choice that the structure cannot follow."""
+        cut = chosen.cut()
+        if cut and not self.recipe.row.parts_of_tensors:
+            raise ParameterError(
+                f"the sub-network has some entries of '{cut[0]}' and not others, and the submatrix of a Kronecker "
+                "product G (x) A at such entries is none; expected whole tensors, as subnetwork.by_parameters, "
+                "by_modules and last_layers choose. For any entries use hessian_structure='full', 'blocks', 'lowrank' "
+                "or 'diag'."
+            )
 
     @property
     def n_params(self) -> int:
@@ -90,17 +109,35 @@ class SubnetLaplace(ParametricLaplace):
         return super().square_norm(self._chosen(value))
 
     def _chosen(self, value: Float[Tensor, "*batch entries"]) -> Float[Tensor, "*batch chosen"]:
-        return self.space.restrict(value) if value.shape[-1] == self._whole.size != self.space.size else value
+        return value[..., self._positions] if value.shape[-1] == self._whole.size != self.space.size else value
 
     def _filled(self, chosen: Float[Tensor, "*batch chosen"]) -> Float[Tensor, "*batch all"]:
         whole = self._whole.values(self.model).expand(*chosen.shape[:-1], -1).clone()
-        assert self.space.index is not None
-        whole[..., self.space.index] = chosen
+        whole[..., self._positions] = chosen
         return whole
 
 
 class FullSubnetLaplace(SubnetLaplace, FullLaplace):
     """All covariances within the sub-network."""
+
+
+class KronSubnetLaplace(SubnetLaplace, KronLaplace):
+    """One Kronecker product per layer, for a sub-network of whole tensors; options as for `KronLaplace`.
+
+    Without the other weights a layer has the same factors: the curvature is the one over all weights, at these.
+    """
+
+
+class EkfacSubnetLaplace(SubnetLaplace, EkfacLaplace):
+    """The eigenbasis of a Kronecker product per layer, for a sub-network of whole tensors; options as there."""
+
+
+class BlocksSubnetLaplace(SubnetLaplace, BlocksLaplace):
+    """Exact within each layer's part of the sub-network, nothing between layers."""
+
+
+class LowRankSubnetLaplace(SubnetLaplace, LowRankLaplace):
+    """The leading eigenvectors of the sub-network's curvature."""
 
 
 class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
