@@ -73,8 +73,9 @@ from lapwing.likelihoods import (
     Preference,
 )
 from lapwing.params import ParamSpace
-from lapwing.priors import Prior
+from lapwing.priors import Prior, PriorGroups
 from lapwing.tangent import Tangent
+from lapwing.tape.invariance import InvariantGroup, ScaleInvariantGroups, scale_invariant_groups
 
 if TYPE_CHECKING:
     from lapwing import cli, reporting, tables, utils
@@ -104,6 +105,7 @@ __all__ = [
     "Gaussian",
     "HessianStructure",
     "HeteroscedasticGaussian",
+    "InvariantGroup",
     "KronLLLaplace",
     "KronLaplace",
     "LLLaplace",
@@ -119,9 +121,11 @@ __all__ = [
     "PredType",
     "Preference",
     "Prior",
+    "PriorGroups",
     "PriorStructure",
     "PropagatedDiagLaplace",
     "PropagatedDiagSubnetLaplace",
+    "ScaleInvariantGroups",
     "SubnetLaplace",
     "SubsetOfWeights",
     "Tangent",
@@ -145,6 +149,7 @@ __all__ = [
     "priors",
     "report",
     "reporting",
+    "scale_invariant_groups",
     "serialize",
     "subnetwork",
     "tables",
