@@ -182,10 +182,10 @@ def prior_of(space: ParamSpace, precision: Tensor, mean: Number, groups: PriorGr
         return Prior.isotropic(space, precision.reshape(()), mean)
     for structure, by in (("layerwise", "tensor"), ("module", "layer")):
         if count == known[structure]:
-            groups = space.groups(by)
+            numbers = space.groups(by)
             if space.index is not None:  # without gaps, where tensors are not touched
-                groups = groups.unique(return_inverse=True)[1]
-            return replace(Prior.grouped(space, groups, precision, mean), structure=structure)
+                numbers = numbers.unique(return_inverse=True)[1]
+            return replace(Prior.grouped(space, numbers, precision, mean), structure=structure)
     if count == known["diag"]:
         return Prior.diagonal(space, precision, mean)
     raise ParameterError(

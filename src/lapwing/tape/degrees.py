@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
@@ -105,7 +104,7 @@ def _neutral(value: Any) -> bool:
             return True
         value = value.detach()
         return bool(((value == 0) | value.isinf()).all())
-    return not isinstance(value, Real) or isinstance(value, bool) or value in (0, float("inf"), float("-inf"))
+    return not isinstance(value, (int, float)) or isinstance(value, bool) or value in (0, float("inf"), float("-inf"))
 
 
 def _same(node: Node, numbers: Iterable[Any] = ()) -> Made:
@@ -149,8 +148,9 @@ def _powered(power: float) -> Callable[[Node], Made]:
 
 def _pow(node: Node) -> Made | None:
     exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
-    plain = isinstance(exponent, Real) and not isinstance(exponent, bool)
-    return _powered(float(exponent))(node) if plain and list(node.inputs) == [0] else None  # pyright: ignore
+    if not isinstance(exponent, (int, float)) or isinstance(exponent, bool) or list(node.inputs) != [0]:
+        return None
+    return _powered(float(exponent))(node)
 
 
 def _quotient(node: Node) -> Made | None:
@@ -290,18 +290,18 @@ def _by_rule(node: Node) -> Made | None:
 
 def eps_of(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[str | int, float] | None:
     """Where a small number is added, or clamped to, and which: the eps of a norm that is written out."""
-    if function in _SUMS and len(args) > 1 and isinstance(args[0], Tensor):
-        found = (1, args[1])
-    elif function in _CLAMPS and isinstance(args[0], Tensor):
-        found = (1, args[1]) if len(args) == 2 else ("min", kwargs.get("min")) if len(args) == 1 else (0, None)
-        if kwargs.get("max") is not None:
-            return None
+    place: str | int = 1
+    if not args or not isinstance(args[0], Tensor):
+        return None
+    if function in _SUMS and len(args) > 1:
+        number = args[1]
+    elif function in _CLAMPS and len(args) <= 2 and kwargs.get("max") is None:
+        place, number = (1, args[1]) if len(args) == 2 else ("min", kwargs.get("min"))
     else:
         return None
-    where, number = found
-    if isinstance(number, Real) and not isinstance(number, bool) and 0 < number <= SMALL:
-        return where, float(number)
-    return None
+    if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number <= SMALL:
+        return None
+    return place, float(number)
 
 
 NORMS: dict[Callable, tuple[str, ...]] = {

@@ -92,13 +92,13 @@ class ScaleInvariantGroups:
 
 
 @outside_modes
-def scale_invariant_groups(model: nn.Module, x: Any, *, tolerance: float = TOLERANCE) -> ScaleInvariantGroups:
+def scale_invariant_groups(model: nn.Module, x: Any, *, tolerance: float | int = TOLERANCE) -> ScaleInvariantGroups:
     """Sets of the trainable parameters of `model` whose scale its outputs at x, a few data points, do not depend on.
 
     The network is looked at in eval mode. Members of a set are scaled by one factor; sets have no parameter in common.
     Weight and bias of a layer before a norm are one group, as are all that are added up before it, such as what the
-    blocks of a residual network write. A bias before a BatchNorm, which has no effect in training, has one in eval mode
-    and is treated like every other. Frozen parameters are constants.
+    blocks of a residual network write. A bias that a norm takes away again (before an InstanceNorm, or a BatchNorm in
+    training) is scaled with its weight like every other. Frozen parameters are constants.
 
     `tolerance` says how much of a change, relative to the spread of the outputs, eps may explain; a norm of values that
     are not large beside its eps is no norm.
@@ -132,7 +132,8 @@ def scale_invariant_groups(model: nn.Module, x: Any, *, tolerance: float = TOLER
         else:
             groups.append(group)
             taken.update(members)
-    idle = {name: "it has no effect on the outputs" for name in space.names if name not in used}
+    unused = "an operation that cannot be seen may read it" if recorder.hidden else "it has no effect on the outputs"
+    idle = dict.fromkeys((name for name in space.names if name not in used), unused)
     remaining = {name: why for name, why in (remaining | idle).items() if name not in taken}
     order = {name: remaining[name] for name in space.names if name in remaining}
     return ScaleInvariantGroups(tuple(groups), order, space.names)
@@ -265,7 +266,7 @@ class _Scaled(Plain):
             eps = bound.get("eps")
             power = 1 if "p" in names else 2
             bound["eps"] = (_eps(func, bound["input"]) if eps is None else eps) * factor**power
-        return (bound.pop("input"),), {name: value for name, value in bound.items() if value is not None}
+        return (bound.pop("input"),), bound
 
 
 def _eps(func: Any, x: Tensor) -> float:
