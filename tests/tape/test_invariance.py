@@ -365,7 +365,7 @@ def test_derivatives_along_a_group_vanish() -> None:
         ("no norm", "0.weight", "outputs"),
         ("data are added before the norm", "0.body.weight", "add in '0'"),
         ("pre-norm transformer: all that is written into the stream", "1.self_attn.in_proj_weight", "softmax"),
-        ("a bias behind holds the layer before", "0.weight", "'2.bias' would have to scale"),
+        ("a bias behind holds the layer before", "0.weight", "'2.bias' would have to scale with it, and does not"),
         ("mlp, BatchNorm1d", "4.weight", "tanh in '5'"),
     ],
 )

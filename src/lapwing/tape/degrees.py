@@ -19,7 +19,7 @@ the operations are known; whether a solution holds is for a run of the network t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +36,8 @@ from lapwing.tape.rules.resampling import Mean, Resampling
 
 SMALL = 1e-3
 """The largest number that is taken for the eps of a norm where it is added, or where values are clamped to it."""
-DECISIONS = 2000
-"""Choices between the factors of a product after which a search is given up."""
+ATTEMPTS = 200
+"""Choices between the factors of a product that lead nowhere, after which a search is given up."""
 
 Terms = dict[Value, float]
 
@@ -48,14 +48,6 @@ class Equation:
 
     terms: Terms
     why: str
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Why there is no solution, and which parameters it would have had to hold."""
-
-    why: str
-    parameters: tuple[str, ...]
 
 
 def equations(node: Node, where: str) -> list[Equation]:
@@ -380,44 +372,62 @@ HANDLERS: dict[Callable, Callable[[Node], Made | None]] = {
 
 @dataclass(eq=False)
 class System:
-    """The equations of a forward pass."""
+    """The equations of a forward pass.
+
+    `zeros` holds the values that can have no other degree than 0, each with the reason.
+    """
 
     equations: list[Equation]
     parameters: dict[str, Value]
-    _of: dict[Value, list[Equation]] = field(init=False, repr=False)
-    _names: dict[Value, str] = field(init=False, repr=False)
+    zeros: dict[Value, str] = field(init=False, repr=False)
+    of: dict[Value, list[Equation]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._of = {}
+        self.of, self.zeros = {}, {}
         for equation in self.equations:
             for value in equation.terms:
-                self._of.setdefault(value, []).append(equation)
-        self._names = {value: name for name, value in self.parameters.items()}
+                self.of.setdefault(value, []).append(equation)
+        queue = [(value, each.why) for each in self.equations if len(each.terms) == 1 for value in each.terms]
+        while queue:
+            value, why = queue.pop()
+            if value in self.zeros:
+                continue
+            self.zeros[value] = why
+            for equation in self.of[value]:
+                left = [each for each in equation.terms if each not in self.zeros]
+                if len(left) == 1:  # what comes out stands first, and says more
+                    queue.append((left[0], next(self.zeros[each] for each in equation.terms if each in self.zeros)))
 
-    def solve(self, name: str, taken: Iterable[str] = ()) -> dict[Value, float] | Conflict:
-        """The degrees under which the parameter `name` grows and the outputs do not; those in `taken` stay.
+    def solve(self, name: str, taken: Iterable[str] = ()) -> dict[Value, float] | str:
+        """The degrees under which the parameter `name` grows and the outputs do not; or why there are none.
 
-        Values that are not in the answer have degree 0.
+        Parameters in `taken` stay as they are. Values that are not in the answer have degree 0.
         """
-        found: dict[Value, float] = {}
-        other = {self.parameters[each] for each in taken}
-        search = _Search(self, other, found)
+        search = _Search(self, {self.parameters[each] for each in taken})
         why = search.run(self.parameters[name])
-        if why is None:
-            return {value: degree for value, degree in found.items() if degree}
-        held = tuple(each for each, value in self.parameters.items() if search.at_fault.get(value))
-        return Conflict(why, held or (name,))
+        return {value: degree for value, degree in search.found.items() if degree} if why is None else why
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """What could be chosen to fulfil an equation, and what was known before."""
+
+    equation: Equation
+    options: Iterator[dict[Value, float]]
+    before: int
+    active: dict[Equation, None]
 
 
 @dataclass(eq=False)
 class _Search:
+    """Degrees that are `found`, besides the zeros of the system, and in which order (`_trail`)."""
+
     system: System
     other: set[Value]
-    found: dict[Value, float]
-    at_fault: dict[Value, float] = field(default_factory=dict)
+    found: dict[Value, float] = field(default_factory=dict)
     _trail: list[Value] = field(default_factory=list)
     _active: dict[Equation, None] = field(default_factory=dict)
-    _decisions: int = 0
+    _failed: int = 0
     _why: str | None = None
 
     def run(self, start: Value) -> str | None:
@@ -425,69 +435,89 @@ class _Search:
         return None if self._assign({start: 1.0}) and self._decide() else self._why
 
     def _decide(self) -> bool:
-        """Chooses, where products leave a choice, until nothing is left open."""
-        equation = self._open()
-        if equation is None:
-            return True
-        left = [value for value in equation.terms if value not in self.found]
-        rest = sum(factor * self.found[value] for value, factor in equation.terms.items() if value in self.found)
-        for value in sorted(left, key=lambda each: not each.derived):  # parameters before what data went into
-            self._decisions += 1
-            if self._decisions > DECISIONS:
-                self._why = self._why or "too many products could scale with it"
+        """Chooses, where products leave a choice, until nothing is left open; takes choices back that lead nowhere."""
+        choices: list[_Choice] = []
+        while (equation := self._open()) is not None:
+            options = iter(list(self._options(equation)))
+            choices.append(_Choice(equation, options, len(self._trail), dict(self._active)))
+            while choices:
+                choice = choices[-1]
+                for value in self._trail[choice.before :]:
+                    del self.found[value]
+                del self._trail[choice.before :]
+                self._active = dict(choice.active)
+                option = next(choice.options, None)
+                if option is None:
+                    self._why = self._why or choice.equation.why
+                    choices.pop()
+                    continue
+                if self._assign(option, choice.equation.why):
+                    break
+                self._failed += 1
+                if self._failed > ATTEMPTS:
+                    return False
+            else:
                 return False
+        return True
+
+    def _options(self, equation: Equation) -> Iterator[dict[Value, float]]:
+        """One degree that is not known yet makes up for all; parameters are tried before what data went into."""
+        left, rest = self._state(equation)
+        for value in sorted(left, key=lambda each: not each.derived):
             degree = -rest / equation.terms[value]
-            if value.parameter is not None and (value in self.other or abs(degree - 1) > 1e-9):
-                continue
-            before, active = len(self._trail), dict(self._active)
-            if self._assign(dict.fromkeys(left, 0.0) | {value: degree}, equation.why) and self._decide():
-                return True
-            for each in self._trail[before:]:
-                del self.found[each]
-            del self._trail[before:]
-            self._active = active
-        self._why = self._why or equation.why
-        return False
+            if value.parameter is None or (value not in self.other and abs(degree - 1) < 1e-9):
+                yield dict.fromkeys(left, 0.0) | {value: degree}
 
     def _open(self) -> Equation | None:
         """An equation that what is known does not fulfil, with several degrees that are not known yet."""
         for equation in reversed(list(self._active)):
-            known = [value in self.found for value in equation.terms]
-            total = sum(factor * self.found.get(value, 0.0) for value, factor in equation.terms.items())
-            if not all(known) and abs(total) > 1e-9:
+            left, total = self._state(equation)
+            if left and abs(total) > 1e-9:
                 return equation
             del self._active[equation]
         return None
 
-    def _assign(self, given: Mapping[Value, float], why: str = "") -> bool:
-        """Takes these degrees, and all that follow from them; False where they contradict each other."""
-        queue = [(value, degree, why) for value, degree in given.items()]
-        while queue:
-            value, degree, why = queue.pop()
+    def _state(self, equation: Equation) -> tuple[list[Value], float]:
+        """The values of an equation whose degree is not known yet, and the sum of the others."""
+        left, total = [], 0.0
+        for value, factor in equation.terms.items():
             if value in self.found:
-                if abs(self.found[value] - degree) > 1e-9:
-                    return self._fail(why)
+                total += factor * self.found[value]
+            elif value not in self.system.zeros:
+                left.append(value)
+        return left, total
+
+    def _assign(self, given: Mapping[Value, float], why: str = "") -> bool:
+        """Takes these degrees, and all that follow from them; False where they contradict each other.
+
+        The reason of a zero is handed on to what it forces.
+        """
+        zeros = self.system.zeros
+        queue = [(value, degree, why, "") for value, degree in given.items()]
+        while queue:
+            value, degree, why, root = queue.pop()
+            if value in self.found or value in zeros:
+                if abs(self.found.get(value, 0.0) - degree) > 1e-9:
+                    return self._fail(zeros.get(value) or root or why)
                 continue
             if value.parameter is not None:
                 if value in self.other and abs(degree) > 1e-9:
-                    return self._fail(f"'{value.parameter}' would have to scale with it, and is in another group")
+                    return self._fail(f"'{value.parameter}' would have to scale with it, and does not")
                 if min(abs(degree), abs(degree - 1)) > 1e-9:
-                    return self._fail(why)
+                    return self._fail(root or why)
             self.found[value] = degree
             self._trail.append(value)
-            for equation in self.system._of.get(value, ()):
-                left = [each for each in equation.terms if each not in self.found]
-                total = sum(factor * self.found.get(each, 0.0) for each, factor in equation.terms.items())
+            for equation in self.system.of.get(value, ()):
+                left, total = self._state(equation)
+                held = next((zeros[each] for each in equation.terms if each in zeros), root)
                 if len(left) == 1:
-                    queue.append((left[0], -total / equation.terms[left[0]], equation.why))
+                    queue.append((left[0], -total / equation.terms[left[0]], equation.why, held))
                 elif not left and abs(total) > 1e-9:
-                    return self._fail(equation.why)
+                    return self._fail(held or equation.why)
                 elif left and abs(total) > 1e-9:
                     self._active[equation] = None
         return True
 
     def _fail(self, why: str) -> bool:
-        if self._why is None:
-            self._why = why
-            self.at_fault = {value: degree for value, degree in self.found.items() if degree}
+        self._why = self._why or why
         return False

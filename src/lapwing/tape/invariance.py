@@ -43,7 +43,7 @@ from lapwing.tape.degrees import NORMS, Equation, System, eps_of, equations, rol
 from lapwing.tape.nodes import Node, Value, version_of
 from lapwing.tape.tape import Tape, TapeRecorder
 
-TOLERANCE = 0.05
+TOLERANCE = 0.25
 """The largest change of the outputs, relative to their spread, by half and double the scale that is put down to eps."""
 
 
@@ -115,28 +115,30 @@ def scale_invariant_groups(model: nn.Module, x: Any, *, tolerance: float | int =
     system = _system(recorder, tape)
     runs = _Runs(tangent, x, recorder)
     groups: list[InvariantGroup] = []
-    taken: set[str] = set()
+    taken: set[str] = set()  # in a group, or refused with one
     remaining: dict[str, str] = {}
     used = _last_uses(tape)
     for name in used:
         if name in taken:
             continue
         found = system.solve(name, taken)
-        if not isinstance(found, dict):
-            remaining[name] = found.why
+        if isinstance(found, str):
+            remaining[name] = found
             continue
         members = tuple(each for each in space.names if found.get(system.parameters[each]))
         group = runs.verified(members, found, tape.nodes, tolerance)
+        taken.update(members)
         if isinstance(group, str):
-            remaining |= {each: group for each in members if each not in remaining}
+            remaining |= dict.fromkeys(members, group)
         else:
             groups.append(group)
-            taken.update(members)
     unused = "an operation that cannot be seen may read it" if recorder.hidden else "it has no effect on the outputs"
     idle = dict.fromkeys((name for name in space.names if name not in used), unused)
-    remaining = {name: why for name, why in (remaining | idle).items() if name not in taken}
-    order = {name: remaining[name] for name in space.names if name in remaining}
-    return ScaleInvariantGroups(tuple(groups), order, space.names)
+    grouped = {name for group in groups for name in group.parameters}
+    reasons = remaining | idle
+    return ScaleInvariantGroups(
+        tuple(groups), {name: reasons[name] for name in space.names if name not in grouped}, space.names
+    )
 
 
 # -- the record ------------------------------------------------------------------------------------------------------
