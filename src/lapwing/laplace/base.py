@@ -72,8 +72,8 @@ class BaseLaplace:
     choices in pairs, see `likelihoods.Preference`), or an object of `lapwing.likelihoods`. `estimator` says where
     curvature comes from: "exact" (the generalised Gauss-Newton, default), "fisher", "mc" (sampled Fisher), "projection"
     (randomly projected GGN), "recursive" (kron alone: propagated in expectation over the data of a fit, for many
-    outputs), "empirical" or "hessian"; `backend` does the same with names of `lapwing.curvature`. Other keyword
-    arguments are options of the structure.
+    outputs), "empirical" or "hessian"; `backend` does the same with names of `lapwing.curvature`. `prior_groups`
+    names the parameters that share a prior precision. Other keyword arguments are options of the structure.
     """
 
     structure: ClassVar[str]
