@@ -69,8 +69,9 @@ def scaled_outputs(model: nn.Module, x: Tensor, names: Iterable[str], k: float) 
             at = was.abs().flatten().argmax()
             factor = float(now.flatten()[at] / was.flatten()[at])
             if torch.allclose(now, factor * was, rtol=1e-9, atol=1e-12):
-                module.running_mean *= factor
-                module.running_var *= factor**2
+                buffers = dict(module.named_buffers())
+                buffers["running_mean"] *= factor
+                buffers["running_var"] *= factor**2
 
         for module in copy.modules():
             if isinstance(module, NORMS) and module.running_mean is not None:
@@ -352,7 +353,9 @@ def test_derivatives_along_a_group_vanish() -> None:
             return torch.func.functional_call(model, dict(zip(names, given, strict=True)), (x,))
 
         along = tuple(value * (name in moved) for name, value in zip(names, values, strict=True))
-        return float(torch.autograd.functional.jvp(outputs, values, along)[1].abs().max())
+        pushed = torch.autograd.functional.jvp(outputs, values, along)[1]
+        assert isinstance(pushed, Tensor)
+        return float(pushed.abs().max())
 
     assert slope(group.parameters) < 1e-9
     assert slope(group.parameters[1:]) > 1e-3
@@ -476,9 +479,10 @@ def test_modes_and_hooks_stay() -> None:
     """In train mode, with hooks of the user's, and in inference mode, the answer is the same and the model too."""
     model, x = made("mlp, BatchNorm1d")
     calls: list[int] = []
-    model[0].register_forward_hook(lambda *_: calls.append(1))
+    layers = list(model.children())
+    layers[0].register_forward_hook(lambda *_: calls.append(1))
     model.train()
-    model[2].eval()
+    layers[2].eval()
     with unchanged(model), torch.inference_mode():
         found = scale_invariant_groups(model, x)
     assert [group.parameters for group in found] == CASES["mlp, BatchNorm1d"][2]

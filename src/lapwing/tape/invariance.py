@@ -10,6 +10,7 @@ and variances k^2 times as large, so these are scaled along. In this sense, and 
 invariant, and their predictions do not depend on k when each group has a precision of its own (Antoran et al. 2022).
 
     >>> from torch import nn
+    >>> from lapwing import scale_invariant_groups
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     >>> found = scale_invariant_groups(model, torch.randn(5, 4))
     >>> [group.parameters for group in found]
