@@ -77,8 +77,9 @@ from lapwing.likelihoods import (
     Preference,
 )
 from lapwing.params import ParamSpace
-from lapwing.priors import Prior
+from lapwing.priors import Prior, PriorGroups
 from lapwing.tangent import Tangent
+from lapwing.tape.invariance import InvariantGroup, ScaleInvariantGroups, scale_invariant_groups
 
 if TYPE_CHECKING:
     from lapwing import cli, reporting, tables, utils
@@ -110,6 +111,7 @@ __all__ = [
     "Gaussian",
     "HessianStructure",
     "HeteroscedasticGaussian",
+    "InvariantGroup",
     "KronLLLaplace",
     "KronLaplace",
     "KronSubnetLaplace",
@@ -127,9 +129,11 @@ __all__ = [
     "PredType",
     "Preference",
     "Prior",
+    "PriorGroups",
     "PriorStructure",
     "PropagatedDiagLaplace",
     "PropagatedDiagSubnetLaplace",
+    "ScaleInvariantGroups",
     "SubnetLaplace",
     "SubsetOfWeights",
     "Tangent",
@@ -154,6 +158,7 @@ __all__ = [
     "priors",
     "report",
     "reporting",
+    "scale_invariant_groups",
     "serialize",
     "subnetwork",
     "tables",

@@ -18,7 +18,7 @@ numbers, nothing for the isotropic prior. Everything is differentiable in the pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log, pi
 
@@ -28,6 +28,61 @@ from torch import Tensor
 
 from lapwing.errors import ParameterError
 from lapwing.params import ParamSpace
+
+
+@dataclass(frozen=True)
+class PriorGroups:
+    """Which parameter tensors, by name, have a precision in common: each of them is in one group.
+
+    A posterior over a part of the parameters has a precision for every group that it touches, in this order.
+
+    >>> groups = PriorGroups.of([["0.weight", "0.bias"], ["1.weight"]])
+    >>> len(groups), groups.members[1]
+    (2, ('1.weight',))
+    """
+
+    members: tuple[tuple[str, ...], ...]
+    structure: str = "grouped"
+
+    def __post_init__(self) -> None:
+        names = [name for group in self.members for name in group]
+        if not names or not all(self.members):
+            raise ParameterError(f"groups of a prior are {list(self.members)}; expected names of parameters in each.")
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ParameterError(f"'{twice}' is in several groups of a prior; expected every parameter in one.")
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @staticmethod
+    def of(groups: Iterable[Iterable[str]], structure: str = "grouped") -> PriorGroups:
+        """From lists of names."""
+        listed = [[group] if isinstance(group, str) else list(group) for group in groups]
+        strange = next((name for names in listed for name in names if not isinstance(name, str)), None)
+        if strange is not None:
+            raise ParameterError(f"a group of a prior has {strange!r}; expected lists of parameter names.")
+        return PriorGroups(tuple(map(tuple, listed)), structure)
+
+    def touched(self, space: ParamSpace) -> tuple[tuple[str, ...], ...]:
+        """The groups that have an entry in the space, with the members that do."""
+        present = self._present(space)
+        held = [tuple(name for name in group if name in present) for group in self.members]
+        return tuple(group for group in held if group)
+
+    def numbers(self, space: ParamSpace) -> Int[Tensor, " size"]:
+        """For every entry of the space the number of its group, among those that are touched."""
+        number = {name: at for at, group in enumerate(self.touched(space)) for name in group}
+        missing = next((name for name in self._present(space) if name not in number), None)
+        if missing is not None:
+            raise ParameterError(f"'{missing}' is in no group of the prior; expected every parameter in one.")
+        of_tensor = torch.tensor([number.get(name, 0) for name in space.names], device=space.device)
+        return of_tensor[space.groups("tensor")]
+
+    def _present(self, space: ParamSpace) -> list[str]:
+        if space.index is None:
+            return list(space.names)
+        return [space.names[int(number)] for number in space.groups("tensor").unique()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +127,16 @@ class Prior:
                 ">= 0, one per entry."
             )
         return Prior._grouped(space, groups, precision, mean, "grouped")
+
+    @staticmethod
+    def by_name(
+        space: ParamSpace,
+        groups: PriorGroups,
+        precision: float | Sequence[float] | Tensor = 1.0,
+        mean: float | Tensor = 0.0,
+    ) -> Prior:
+        """One precision per group of parameter tensors."""
+        return Prior._grouped(space, groups.numbers(space), precision, mean, groups.structure)
 
     @staticmethod
     def diagonal(

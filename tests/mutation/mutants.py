@@ -2360,4 +2360,29 @@ FOURTH = (
 )
 
 
-MUTANTS = LINALG + ESTIMATE + TANGENT + ABOVE + APPLICATIONS + SECOND_BELOW + SECOND_ABOVE + THIRD + FOURTH
+GROUPS = (
+    Mutant(
+        "running variances grow with the scale of the weights, and not with its square",
+        "tape/invariance.py",
+        '("running_var", 2)',
+        '("running_var", 1)',
+        ("tape/test_invariance.py",),
+    ),
+    Mutant(
+        "the shift behind a norm may keep its size while the scale grows",
+        "tape/degrees.py",
+        "made.append(_equal(out, node.inputs[bias]))",
+        "pass",
+        ("tape/test_invariance.py",),
+    ),
+    Mutant(
+        "other groups with as many precisions leave the posterior as it was",
+        "laplace/base.py",
+        "prior_groups=groups, prior_precision=self.prior_precision.clone()",
+        "prior_groups=groups",
+        ("laplace/test_prior_groups.py",),
+    ),
+)
+
+
+MUTANTS = LINALG + ESTIMATE + TANGENT + ABOVE + APPLICATIONS + SECOND_BELOW + SECOND_ABOVE + THIRD + FOURTH + GROUPS

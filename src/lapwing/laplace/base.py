@@ -29,21 +29,24 @@ from lapwing.evidence import Evidence, GaussianFit
 from lapwing.evidence.seen import Seen
 from lapwing.laplace import persistence, predictions, state, tuning
 from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
-from lapwing.laplace.data import Pairs, Tracked
+from lapwing.laplace.data import Pairs, Sampled, Tracked
 from lapwing.laplace.fitted import Fitted
 from lapwing.laplace.hyper import (
+    Groups,
     HyperParameters,
     Number,
     check_prior,
+    checked_groups,
     checked_mean,
     checked_noise,
     checked_precision,
     checked_temperature,
+    invariant_groups,
     precisions_of,
     prior_of,
 )
 from lapwing.laplace.identity import Kept
-from lapwing.laplace.names import choose
+from lapwing.laplace.names import PriorStructure, choose
 from lapwing.laplace.setup import Setup
 from lapwing.laplace.structures import AnyTangent, Recipe, exceptions, recipe
 from lapwing.laplace.tasks import likelihood_of, noise_of
@@ -54,7 +57,7 @@ from lapwing.linalg.checks import normal
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian
 from lapwing.predictive import draws, network_draws
-from lapwing.priors import Prior
+from lapwing.priors import Prior, PriorGroups
 from lapwing.serialize import compact
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
@@ -69,8 +72,8 @@ class BaseLaplace:
     choices in pairs, see `likelihoods.Preference`), or an object of `lapwing.likelihoods`. `estimator` says where
     curvature comes from: "exact" (the generalised Gauss-Newton, default), "fisher", "mc" (sampled Fisher), "projection"
     (randomly projected GGN), "recursive" (kron alone: propagated in expectation over the data of a fit, for many
-    outputs), "empirical" or "hessian"; `backend` does the same with names of `lapwing.curvature`. Other keyword
-    arguments are options of the structure.
+    outputs), "empirical" or "hessian"; `backend` does the same with names of `lapwing.curvature`. `prior_groups`
+    names the parameters that share a prior precision. Other keyword arguments are options of the structure.
     """
 
     structure: ClassVar[str]
@@ -97,6 +100,7 @@ class BaseLaplace:
         backend_kwargs: Mapping[str, Any] | None = None,
         *,
         estimator: str | None = None,
+        prior_groups: Groups | None = None,
         **options: Any,
     ) -> None:
         self.enable_backprop = enable_backprop
@@ -113,12 +117,14 @@ class BaseLaplace:
         self._fitted: Fitted | None = None
         self._posterior: tuple[tuple, Gaussian] | None = None
         self._kept: Kept | None = None
+        self._few: Any = None
         sigma_noise = checked_noise(noise_of(sigma_noise, own_sigma), self._place, has_noise)
         self.hyper = HyperParameters(
             checked_precision(prior_precision, self._place),
             checked_mean(prior_mean, self._place),
             sigma_noise,
             checked_temperature(temperature, self._place),
+            checked_groups(prior_groups, self._whole),
         )
         self._bind(self._chosen_tangent(None))
 
@@ -172,12 +178,13 @@ class BaseLaplace:
             return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
         size = "" if self._space is None else f" over {self._space.size:,} parameters"
+        groups = f" in {len(self.prior_precision)} groups ({self.hyper.structure})" if self.hyper.structure else ""
         fitted = "not fitted" if self._fitted is None else f"fitted to {self.n_data:,} points"
         noise = f", sigma_noise {span(self.sigma_noise)}" if self.has_noise else ""
         return (
             f"{type(self).__name__}: {self.structure} posterior{size} of {type(self.model).__name__}, "
             f"{type(self.distribution).__name__} likelihood, {fitted}; prior_precision {span(self.prior_precision)}"
-            f"{noise}, temperature {span(self.temperature)}"
+            f"{groups}{noise}, temperature {span(self.temperature)}"
         )
 
     # -- which parameters --------------------------------------------------------------------------------------------
@@ -191,7 +198,10 @@ class BaseLaplace:
             return
         with self._all_or_nothing():
             self._tangent, self._space = tangent, tangent.space
-            check_prior(tangent.space, self.prior_precision, self.prior_mean, self.recipe.row.per_entry_prior)
+            self._check_prior(tangent.space, self.prior_precision, self.prior_mean, self.prior_groups)
+
+    def _check_prior(self, space: ParamSpace, precision: Tensor, mean: Number, groups: PriorGroups | None) -> None:
+        check_prior(space, precision, mean, self.recipe.row.per_entry_prior, groups)
 
     @property
     def space(self) -> ParamSpace:
@@ -223,15 +233,30 @@ class BaseLaplace:
 
     @property
     def prior_precision(self) -> Float[Tensor, " groups"]:
-        """One precision, one per parameter tensor, one per module, or one per entry."""
+        """One precision, one per parameter tensor, per module, or per entry; with `prior_groups` one per group."""
         return self.hyper.prior_precision
 
     @prior_precision.setter
     def prior_precision(self, value: Number) -> None:
         precision = checked_precision(value, self._place)
         if self._space is not None:
-            check_prior(self._space, precision, 0.0, self.recipe.row.per_entry_prior)
+            self._check_prior(self._space, precision, 0.0, self.prior_groups)
         self._set(prior_precision=precision)
+
+    @property
+    def prior_groups(self) -> PriorGroups | None:
+        """Which parameters, by name, share a precision; None where the number of precisions says so.
+
+        Set it to what `lapwing.scale_invariant_groups` returns, or to lists of names, while there is one precision.
+        """
+        return self.hyper.prior_groups
+
+    @prior_groups.setter
+    def prior_groups(self, value: Groups | None) -> None:
+        groups = checked_groups(value, self._whole)
+        if self._space is not None:
+            self._check_prior(self._space, self.prior_precision, 0.0, groups)
+        self.hyper = replace(self.hyper, prior_groups=groups, prior_precision=self.prior_precision.clone())
 
     @property
     def prior_mean(self) -> Float[Tensor, "..."]:
@@ -241,7 +266,7 @@ class BaseLaplace:
     def prior_mean(self, value: Number) -> None:
         mean = checked_mean(value, self._place)
         if self._space is not None:
-            prior_of(self._space, self.prior_precision.detach(), mean)
+            prior_of(self._space, self.prior_precision.detach(), mean, self.prior_groups)
         self._set(prior_mean=mean)
 
     @property
@@ -262,7 +287,7 @@ class BaseLaplace:
     def temperature(self, value: Number) -> None:
         self._set(temperature=checked_temperature(value, self._place))
 
-    def _set(self, **values: Tensor) -> None:
+    def _set(self, **values: Any) -> None:
         self.hyper = replace(self.hyper, **values)
 
     @property
@@ -481,8 +506,8 @@ class BaseLaplace:
             self._check_weights(whole=True)
         if progress_bar:
             train_loader = Tracked(train_loader, "curvature")
-        pairs = self._data(Pairs(train_loader, self.dict_key_y, self._whole.device))
-        pairs, tangent = self._tangent_for(pairs)
+        sampled = Sampled(self._data(Pairs(train_loader, self.dict_key_y, self._whole.device)))
+        pairs, tangent = self._tangent_for(sampled)
         seen = Seen(self.has_noise)
         if checkpoint is None:
             watched = seen.watching(pairs)
@@ -499,6 +524,7 @@ class BaseLaplace:
         with self._all_or_nothing():
             self._bind(tangent)
             self._fitted, self._posterior, self._kept = fitted, None, Kept.of(self.model)
+            self._few = sampled.few
         if checkpoint is not None:
             remove(checkpoint)
 
@@ -750,12 +776,14 @@ class BaseLaplace:
         The prior has one precision ("scalar"), one per parameter tensor ("layerwise"), one per module ("module") or
         one per entry ("diag"). `verbose` reports through `logging`.
         """
-        start = tuning.starting_precision(self.space, prior_structure, init_prior_prec)
+        groups = self._groups_for(prior_structure)
+        start = tuning.starting_precision(self.space, prior_structure, init_prior_prec, groups)
         chosen = choose(method, tuning.METHODS, "method")
         fitted = self.fitted
         tuning.check_options(chosen, optimize_sigma_noise, counts)
+        hyper = replace(self.hyper, prior_groups=groups)
         search = tuning.Search(
-            self.evidence, self.space, self.hyper, fitted.n_data, self.distribution, self.linearise, self._outputs
+            self.evidence, self.space, hyper, fitted.n_data, self.distribution, self.linearise, self._outputs
         )
         if chosen in ("gridsearch", "pseudo_data"):
             grid = tuning.Exponents(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
@@ -769,11 +797,32 @@ class BaseLaplace:
                 else:
                     self.prior_precision, self.temperature = tuning.by_pseudo_data(search, pairs, grid, counts, *how)
         else:
-            check_prior(self.space, start, 0.0, self.recipe.row.per_entry_prior)
-            self.prior_precision, sigma = tuning.by_evidence(search, chosen, start, optimize_sigma_noise, n_steps, lr)
+            self._check_prior(self.space, start, 0.0, groups)
+            precision, sigma = tuning.by_evidence(search, chosen, start, optimize_sigma_noise, n_steps, lr)
+            self.hyper = replace(
+                self.hyper, prior_precision=checked_precision(precision, self._place), prior_groups=groups
+            )
             if sigma is not None:
                 self.sigma_noise = sigma
         tuning.report(self.prior_precision, chosen, verbose)
+
+    def _groups_for(self, structure: str) -> PriorGroups | None:
+        """The groups of a structure that has names in it: those of this posterior, or found at a few inputs of the fit.
+
+        A single precision leaves the groups there are for another time.
+        """
+        name = str(getattr(structure, "value", structure))
+        if name != PriorStructure.SCALE_INVARIANT:
+            return self.prior_groups if name == PriorStructure.SCALAR else None
+        if self.prior_groups is not None:
+            return self.prior_groups
+        if self._few is None:
+            raise OptionError(
+                "prior_structure='scale_invariant' needs the operations of the network, and this posterior has seen no "
+                "inputs (it was not fitted, or was loaded); expected its groups. Set "
+                "la.prior_groups = lapwing.scale_invariant_groups(model, x) with a few inputs x."
+            )
+        return invariant_groups(self.model, self._few)
 
     def _held_out(self, val_loader: Iterable[Any] | None, method: str) -> Pairs:
         if val_loader is None:
@@ -795,10 +844,12 @@ class BaseLaplace:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the hyper-parameters and the fit of a posterior of the same class over the same parameters."""
         hyper, fitted = state.load(self.setup, self._place, state_dict)
+        groups = checked_groups(state.groups(state_dict), self._whole)
         with self._all_or_nothing():
             if fitted is not None:
                 self._bind_stored(state_dict)
                 state.check_parameters(self.space, state_dict)
+            self._set(prior_precision=hyper["prior_precision"], prior_groups=groups)
             for name, value in hyper.items():
                 setattr(self, name, value)
             self._fitted, self._posterior, self._kept = fitted, None, None

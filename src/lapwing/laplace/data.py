@@ -12,7 +12,7 @@ from rich.progress import track
 
 from lapwing.errors import MissingKeyError
 from lapwing.estimate.data_pass import Wrapped, no_batch, one_shot
-from lapwing.tangent.inputs import moved
+from lapwing.tangent.inputs import map_tensors, moved, take, tensors
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,27 @@ class Tracked(Wrapped):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(track(self.loader, description=self.description))  # pyright: ignore[reportArgumentType]
+
+
+@dataclass
+class Sampled(Wrapped):
+    """Batches, of the first of which a few inputs are kept: what the operations of the network can be seen at again."""
+
+    batches: Iterable[Any]
+    few: Any = None
+
+    @property
+    def source(self) -> Iterable[Any]:
+        return self.batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            if self.few is None and isinstance(batch, (tuple, list)) and len(batch) == 2 and tensors(batch[0]):
+                self.few = map_tensors(lambda t: t.detach().clone(), take(batch[0], slice(0, FEW)))
+            yield batch
+
+
+FEW = 4
 
 
 def peek(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import OptionError
 from lapwing.laplace.base import BaseLaplace
-from lapwing.laplace.hyper import Number
+from lapwing.laplace.hyper import Groups, Number
 from lapwing.laplace.names import SubsetOfWeights, choose
 from lapwing.laplace.persistence import register
 from lapwing.laplace.structures import STRUCTURES
@@ -59,6 +59,7 @@ class Options(TypedDict, total=False):
     sigma_noise: Number
     prior_precision: Number
     prior_mean: Number
+    prior_groups: Groups | None
     temperature: Number
     enable_backprop: bool
     dict_key_x: str

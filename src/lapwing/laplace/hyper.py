@@ -6,30 +6,44 @@ curvature / (sigma^2 T) + prior.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from lapwing.errors import CurvatureError, OptionError, ParameterError
 from lapwing.params import ParamSpace
-from lapwing.priors import Prior
+from lapwing.priors import Prior, PriorGroups
+from lapwing.tape.invariance import ScaleInvariantGroups, scale_invariant_groups
 
 Number = float | int | Tensor
+Groups = PriorGroups | ScaleInvariantGroups | Iterable[Iterable[str]]
+"""Which parameters have a precision in common: as found by `scale_invariant_groups`, or lists of names."""
 
 
 @dataclass(frozen=True, eq=False)
 class HyperParameters:
-    """Four tensors. `prior_precision` has one entry, one per parameter tensor, one per module, or one per weight."""
+    """Four tensors. `prior_precision` has one entry, one per parameter tensor, one per module, or one per weight.
+
+    With `prior_groups`, which name the parameter tensors that share one, it has one entry, or one per group.
+    """
 
     prior_precision: Float[Tensor, " groups"]
     prior_mean: Float[Tensor, "..."]
     sigma_noise: Float[Tensor, ""]
     temperature: Float[Tensor, ""]
+    prior_groups: PriorGroups | None = None
+
+    @property
+    def structure(self) -> str:
+        """The name of the groups, where there is more than one precision and they say whose each is; else empty."""
+        return "" if self.prior_groups is None or len(self.prior_precision) == 1 else self.prior_groups.structure
 
     def prior(self, space: ParamSpace) -> Prior:
-        return prior_of(space, self.prior_precision, self.prior_mean)
+        return prior_of(space, self.prior_precision, self.prior_mean, self.prior_groups)
 
 
 NAMES = ("prior_precision", "prior_mean", "sigma_noise", "temperature")
@@ -47,6 +61,41 @@ def checked_precision(value: Number, place: tuple[torch.dtype, torch.device]) ->
     if not bool(torch.isfinite(numbers).all()) or bool((numbers < 0).any()):
         raise ParameterError(f"prior_precision is {numbers.tolist()[:5]}; expected finite numbers >= 0.")
     return tensor
+
+
+def checked_groups(value: Groups | None, space: ParamSpace) -> PriorGroups | None:
+    """Groups of the trainable parameters of a model."""
+    if value is None:
+        return None
+    if isinstance(value, ScaleInvariantGroups):
+        value = value.partition()
+    elif not isinstance(value, PriorGroups):
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ParameterError(
+                f"prior_groups is {value!r}; expected what lapwing.scale_invariant_groups(model, x) returns, or lists "
+                "of parameter names."
+            )
+        value = PriorGroups.of(value)
+    names = [name for group in value.members for name in group]
+    unknown = next((name for name in names if name not in space.names), None)
+    if unknown is not None:
+        raise ParameterError(
+            f"prior_groups has '{unknown}', which is no trainable parameter of the model; expected some of "
+            f"{list(space.names)}."
+        )
+    return value
+
+
+def invariant_groups(model: nn.Module, x: Any) -> PriorGroups:
+    """The scale-invariant groups of a model, and one of all its other parameters."""
+    found = scale_invariant_groups(model, x)
+    if not len(found):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(found.remaining.items())[:3])
+        raise OptionError(
+            f"{type(model).__name__} has no scale-invariant group ({reasons}); expected parameters before a "
+            "normalisation. Use prior_structure='scalar', or 'layerwise' for one precision per tensor."
+        )
+    return found.partition()
 
 
 def checked_mean(value: Number, place: tuple[torch.dtype, torch.device]) -> Float[Tensor, "..."]:
@@ -92,9 +141,11 @@ def as_tensor(value: object, name: str, place: tuple[torch.dtype, torch.device])
         raise ParameterError(f"{name} is {value!r}; expected a number or a tensor.") from error
 
 
-def check_prior(space: ParamSpace, precision: Tensor, mean: Number, per_entry: bool) -> None:
+def check_prior(
+    space: ParamSpace, precision: Tensor, mean: Number, per_entry: bool, groups: PriorGroups | None = None
+) -> None:
     """A number of precisions and a mean that fit the parameters, and a structure that can hold them."""
-    prior = prior_of(space, precision.detach(), mean)
+    prior = prior_of(space, precision.detach(), mean, groups)
     if prior.structure == "diagonal" and not per_entry:
         raise CurvatureError(
             "one prior precision per entry was given to a Kronecker posterior, whose blocks carry one per weight "
@@ -103,26 +154,38 @@ def check_prior(space: ParamSpace, precision: Tensor, mean: Number, per_entry: b
         )
 
 
-def precisions_of(space: ParamSpace) -> dict[str, int]:
+def precisions_of(space: ParamSpace, groups: PriorGroups | None = None) -> dict[str, int]:
     """How many precisions each structure of a prior has; a sub-network counts the tensors and modules it touches."""
     if space.index is None:
         tensors, modules = len(space.names), len(space.layers)
     else:
         tensors, modules = (len(space.groups(by).unique()) for by in ("tensor", "layer"))
-    return {"scalar": 1, "layerwise": tensors, "module": modules, "diag": space.size}
+    named = {} if groups is None else {"scale_invariant": len(groups.touched(space))}
+    return {"scalar": 1, "layerwise": tensors, "module": modules, "diag": space.size, **named}
 
 
-def prior_of(space: ParamSpace, precision: Tensor, mean: Number) -> Prior:
-    """The prior that a number of precisions means: one, one per tensor, one per module, or one per entry."""
-    count, known = precision.numel(), precisions_of(space)
+def prior_of(space: ParamSpace, precision: Tensor, mean: Number, groups: PriorGroups | None = None) -> Prior:
+    """The prior that a number of precisions means: one, one per tensor, one per module, or one per entry.
+
+    With groups it is one, or one per group.
+    """
+    count, known = precision.numel(), precisions_of(space, groups)
+    if groups is not None:
+        if count not in (1, known["scale_invariant"]):
+            raise ParameterError(
+                f"prior_precision has {count} entries; expected 1, or {known['scale_invariant']} (one per group of "
+                "prior_groups). For another structure set prior_precision to one number, then prior_groups to None."
+            )
+        prior = Prior.by_name(space, groups, precision, mean)
+        return Prior.isotropic(space, precision.reshape(()), mean) if count == 1 else prior
     if count == 1:
         return Prior.isotropic(space, precision.reshape(()), mean)
     for structure, by in (("layerwise", "tensor"), ("module", "layer")):
         if count == known[structure]:
-            groups = space.groups(by)
+            numbers = space.groups(by)
             if space.index is not None:  # without gaps, where tensors are not touched
-                groups = groups.unique(return_inverse=True)[1]
-            return replace(Prior.grouped(space, groups, precision, mean), structure=structure)
+                numbers = numbers.unique(return_inverse=True)[1]
+            return replace(Prior.grouped(space, numbers, precision, mean), structure=structure)
     if count == known["diag"]:
         return Prior.diagonal(space, precision, mean)
     raise ParameterError(

@@ -13,9 +13,9 @@ from lapwing import training
 from lapwing.errors import OptionError
 from lapwing.estimate.data_pass import Batches
 from lapwing.laplace.base import BaseLaplace
-from lapwing.laplace.data import Pairs
+from lapwing.laplace.data import FEW, Pairs, peek
 from lapwing.laplace.factory import Laplace
-from lapwing.laplace.hyper import precisions_of
+from lapwing.laplace.hyper import invariant_groups, precisions_of
 from lapwing.laplace.names import PriorStructure, choose
 from lapwing.laplace.training_checkpoint import TrainingFile
 from lapwing.likelihoods import Likelihood
@@ -23,6 +23,7 @@ from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
+from lapwing.tangent.inputs import take
 
 
 def marglik_training(
@@ -101,7 +102,12 @@ def marglik_training(
         }
         keeper = TrainingFile.of(checkpoint, laplace.setup, checkpoint_every, **run)
     space = ParamSpace.of(model)
-    laplace.prior_precision = _start(space, structure, prior_prec_init)
+    pairs = Pairs(train_loader, dict_key_y, space.device)
+    if structure == "scale_invariant" and laplace.prior_groups is None:
+        first, pairs = peek(pairs)
+        laplace.prior_groups = invariant_groups(model, take(first[0], slice(0, FEW)))
+    count = precisions_of(space, laplace.prior_groups)[structure]
+    laplace.prior_precision = torch.full((count,), prior_prec_init, dtype=space.dtype, device=space.device)
     prior = laplace.prior
 
     def estimator(
@@ -109,7 +115,6 @@ def marglik_training(
     ) -> Curvature:
         return laplace.recipe(tangent, distribution, batches, generator)
 
-    pairs = Pairs(train_loader, dict_key_y, space.device)
     with Progress(disable=not progress_bar) as progress:
         task = progress.add_task("training", total=n_epochs)
 
@@ -150,7 +155,3 @@ def marglik_training(
     if keeper is not None:
         keeper.remove()
     return laplace, model, [-value for value in trained.steps], list(trained.losses)
-
-
-def _start(space: ParamSpace, structure: str, precision: float | int) -> torch.Tensor:
-    return torch.full((precisions_of(space)[structure],), precision, dtype=space.dtype, device=space.device)

@@ -53,12 +53,16 @@ class TuningMethod(StrEnum):
 
 
 class PriorStructure(StrEnum):
-    """`layerwise` is one precision per parameter tensor, as in laplace-torch; `module` one per module."""
+    """`layerwise` is one precision per parameter tensor, as in laplace-torch; `module` one per module.
+
+    `scale_invariant` is one per group of parameters whose scale the outputs do not depend on, and one for the rest.
+    """
 
     SCALAR = "scalar"
     LAYERWISE = "layerwise"
     MODULE = "module"
     DIAG = "diag"
+    SCALE_INVARIANT = "scale_invariant"
 
 
 class OnUnsupported(StrEnum):

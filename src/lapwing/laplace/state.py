@@ -20,9 +20,11 @@ from lapwing.laplace.hyper import NAMES, HyperParameters
 from lapwing.laplace.setup import Setup
 from lapwing.linalg import Curvature, Independent
 from lapwing.params import ParamSpace
+from lapwing.priors import PriorGroups
 from lapwing.serialize import pack, unpack
 
-VERSION = 1
+VERSION = 2
+"""Of states whose prior has groups, which earlier versions would take for others; 1 for all the rest."""
 ALWAYS = (
     "version",
     "cls_name",
@@ -46,11 +48,14 @@ def state_dict(
     `features` says that the fit was made from the features of a last layer.
     """
     state: dict[str, Tensor | int | float | str] = {
-        "version": VERSION,
+        "version": 1 if hyper.prior_groups is None else VERSION,
         **_fixed(setup),
         **{name: getattr(hyper, name).detach().clone() for name in NAMES},
         "n_data": 0 if fitted is None else fitted.n_data,
     }
+    if hyper.prior_groups is not None:
+        members = [list(group) for group in hyper.prior_groups.members]
+        state["prior_groups"] = json.dumps({"structure": hyper.prior_groups.structure, "members": members})
     if fitted is None or space is None:
         return state
     description, tensors = pack(fitted.curvature)
@@ -128,6 +133,19 @@ def load(
     fit = GaussianFit(int(state["targets"]), state["squares"].to(device)) if fit is None else fit.to(device)
     known = state.get("fingerprint")
     return hyper, Fitted(curvature, mean, fit, int(state["n_data"]), shape, None if known is None else int(known))
+
+
+def groups(state: Mapping[str, Any]) -> PriorGroups | None:
+    """Which parameters share a precision, where a state says so by name."""
+    if "prior_groups" not in state:
+        return None
+    try:
+        stored = json.loads(state["prior_groups"])
+        return PriorGroups.of(stored["members"], str(stored["structure"]))
+    except (TypeError, ValueError, KeyError) as error:
+        raise DataError(
+            f"the state has prior_groups that cannot be read ({error}); expected what state_dict() returns."
+        ) from error
 
 
 def check_parameters(space: ParamSpace, state: Mapping[str, Any]) -> None:

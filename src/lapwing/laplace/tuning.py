@@ -23,6 +23,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, LinearMap
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian as GaussianPosterior
+from lapwing.priors import PriorGroups
 from lapwing.training import adam
 
 METHODS = tuple(method.value for method in TuningMethod)
@@ -80,10 +81,12 @@ class Search:
         return curvature * float(self.hyper.sigma_noise) ** -rest if rest else curvature
 
 
-def starting_precision(space: ParamSpace, structure: str, value: float | int | Tensor) -> Float[Tensor, " groups"]:
+def starting_precision(
+    space: ParamSpace, structure: str, value: float | int | Tensor, groups: PriorGroups | None = None
+) -> Float[Tensor, " groups"]:
     """`value` once for each precision that the structure has."""
     structure = choose(structure, [each.value for each in PriorStructure], "prior_structure")
-    sizes = precisions_of(space)
+    sizes = precisions_of(space, groups)
     start = torch.as_tensor(value, dtype=space.dtype, device=space.device).detach().reshape(-1)
     if len(start) not in (1, sizes[structure]):
         raise ParameterError(
@@ -118,7 +121,7 @@ def by_evidence(
     if noise and not search.evidence.has_noise:
         raise OptionError("optimize_sigma_noise=True for a likelihood without a noise level; expected False.")
     hyper = search.hyper
-    prior = prior_of(search.space, start, hyper.prior_mean.detach())
+    prior = prior_of(search.space, start, hyper.prior_mean.detach(), hyper.prior_groups)
     arguments = search.evidence, prior, hyper.sigma_noise.detach()
     shared = {"temperature": float(hyper.temperature.detach()), "fixed_noise": not noise}
     if method == "mackay":

@@ -270,7 +270,7 @@ def effective(la: BaseLaplace) -> Figures:
     sizes = torch.bincount(groups)
     with torch.no_grad():
         precision = la.posterior.precision
-        if len(prior.precisions) <= len(space.layers) or len(prior.precisions) == len(space.names):
+        if prior.structure != "diagonal":
             first = torch.tensor([int((groups == g).nonzero()[0]) for g in range(len(sizes))], device=groups.device)
             own = prior.precision().expand(space.size)[first]
             gamma = sizes - own * precision.inverse_trace(groups)

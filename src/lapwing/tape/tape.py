@@ -138,7 +138,7 @@ class TapeRecorder(TorchFunctionMode):
                 return inlined(func)(*args, **kwargs)
         name, kind = traits(func)
         if kind is REFUSABLE:
-            refuse_train_mode(func, args, kwargs)
+            self._refuse(func, args, kwargs)
         if func is F.scaled_dot_product_attention and not recomputed():
             with self:
                 return attention(*args, **kwargs)
@@ -180,6 +180,9 @@ class TapeRecorder(TorchFunctionMode):
             for tensor in made:
                 self._register(tensor, None)
         return out
+
+    def _refuse(self, func, args, kwargs) -> None:
+        refuse_train_mode(func, args, kwargs)
 
     def _note(self, func, name: str, args, kwargs, inputs: dict[int, Value], made: list[Tensor], derived: bool) -> None:
         rule = RULES.get(func)
