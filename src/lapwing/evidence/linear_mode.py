@@ -30,8 +30,8 @@ from lapwing.evidence.marginal import Evidence, GaussianFit, lowest_noise
 from lapwing.linalg import Curvature, Independent
 from lapwing.priors import Prior
 
-ROUNDS = 50
-"""Steps of Newton's method that a search takes at most."""
+ROUNDS = 1000
+"""Steps of Newton's method that a search takes at most; passes over the data end it sooner."""
 PRODUCTS = 300
 """Products that conjugate gradients take at most for one of them."""
 LOOSE = 1e-2
@@ -259,7 +259,8 @@ class EvidenceAtMode:
         losses, whole = self.data.along(self.point.away, step)
         for size, found in zip(SIZES, losses, strict=True):
             value = loss.weight * found + loss.prior_value(self.point.away + size * step)
-            if value <= here + 1e-4 * size * slope + rounding:
+            # half of the slope for a quadratic; a tenth, as a matrix in place of the Hessian may let steps swing
+            if value <= here + 0.1 * size * slope + rounding:
                 return whole if size == 1 else self.data.at(self.point.away + size * step), rounding
         return None, rounding
 

@@ -3,8 +3,8 @@
     f_n + J_n (theta - theta~)    outputs at the weights theta, f_n and J_n those of the trained network
 
 A pass over the data gives the fit and the gradient [P] of the log-likelihood at any theta, the product of
-sum_n J_n^T H_n J_n with a vector [P], or the loss along a line. J is a linear map and is never spelled out. Memory: a few
-vectors [P], and the graph of one batch.
+sum_n J_n^T H_n J_n with a vector [P], or the loss along a line. J is a linear map and is never spelled out. Memory: a
+few vectors [P], and the graph of one batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lapwing.linalg import LinearMap
 from lapwing.tangent import Tangent
 from lapwing.tangent.features import FeatureTangent
 
-SIZES = tuple(0.5**k for k in range(12))
+SIZES = tuple(0.5**k for k in range(24))
 """Lengths of a step that a line search tries, all in one pass."""
 
 
@@ -114,9 +114,9 @@ class LinearisedData:
         if self._first[0] != points or abs(found - expected) > self._tolerance * (1 + abs(expected)):
             what = "sum of squared residuals" if self.regression else "log-likelihood"
             raise DataError(
-                f"the loader holds {self._first[0]} data points with a {what} of {found:.6g} at the trained weights, and "
-                f"the posterior was fitted to {points} with {expected:.6g}; expected the same data. Give all data of the "
-                "fit, without augmentation and drop_last; shuffling is fine."
+                f"the loader holds {self._first[0]} data points with a {what} of {found:.6g} at the trained weights, "
+                f"and the posterior was fitted to {points} with {expected:.6g}; expected the same data. Give all data "
+                "of the fit, without augmentation and drop_last; shuffling is fine."
             )
 
     def _log_prob(self, value: Tensor, y: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ def updates(
         squares = prior.sums((here.mean - prior.mean).square())
         gamma = effective(here, prior, level, temperature).clamp_min(0)
         wanted = gamma / squares.clamp_min(torch.finfo(squares.dtype).tiny)
-        # the data know nothing of a group that is at its mean with a gamma of nothing but rounding: any precision will do
+        # of a group at its mean, with a gamma of nothing but rounding, the data know nothing: any precision will do
         rounding = 8 * torch.finfo(gamma.dtype).eps * prior.entries()
         wanted = wanted.where((gamma > rounding) | (squares * prior.precisions > rounding), prior.precisions)
         precisions = _limited(wanted, prior.precisions, limits.factor, limits.precisions)
@@ -259,8 +259,8 @@ class Sampled:
 
 def _nothing_left(gamma: Tensor, targets: int) -> CurvatureError:
     return CurvatureError(
-        f"the data determine {float(gamma.sum()):.1f} parameters with {targets} targets, which leaves nothing to estimate "
-        "the noise from; expected fewer. Fix sigma, or start from a larger prior precision."
+        f"the data determine {float(gamma.sum()):.1f} parameters with {targets} targets, which leaves nothing to "
+        "estimate the noise from; expected fewer. Fix sigma, or start from a larger prior precision."
     )
 
 

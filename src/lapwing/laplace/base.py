@@ -573,7 +573,7 @@ class BaseLaplace:
         if at is None:
             return self._tangent.at(self._inputs(x))
         linear_modes.check_mode(at, self.fitted, self.hyper, self.space)
-        return linear_modes.MovedMap(self._tangent.at(self._inputs(x)), at.offset)
+        return linear_modes.MovedMap.of(self._tangent.at(self._inputs(x)), at.offset)
 
     def _check_weights(self, whole: bool = False) -> None:
         """Outputs of another model than the curvature's would be mixed with it. `whole` looks at all of its numbers."""

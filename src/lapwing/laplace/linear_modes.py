@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -84,21 +83,21 @@ def checked(mode: LinearMode) -> LinearMode:
     """The mode, with a warning if it was not found."""
     if not mode.converged:
         warnings.warn(
-            f"the linear mode was not found: after {mode.passes} passes over the data the gradient is {mode.relative:.1e} "
-            "of what it is made of. Allow more passes (max_passes=), a larger tolerance, or use a structure that is "
-            "nearer to the exact curvature, a larger prior precision, or float64.",
+            f"the linear mode was not found: after {mode.passes} passes over the data the gradient is "
+            f"{mode.relative:.1e} of its two parts. Allow more passes (max_passes=) or a larger tolerance, "
+            "or use a structure that is nearer to the exact curvature, a larger prior precision, or float64.",
             LapwingWarning,
             stacklevel=3,
         )
     return mode
 
 
-def check_mode(mode: LinearMode, fitted: Fitted, hyper: HyperParameters | None, space: ParamSpace) -> None:
-    """Refuses a mode of another fit; with `hyper`, also one that was found under another prior, noise or temperature."""
+def check_mode(mode: Any, fitted: Fitted, hyper: HyperParameters | None, space: ParamSpace) -> None:
+    """Refuses a mode of another fit; with `hyper`, also one under another prior, noise level or temperature."""
     if not isinstance(mode, LinearMode):
         raise OptionError(
-            f"at is {mode!r}; expected a LinearMode, as la.linear_mode(train_loader) returns it, or None for the trained "
-            "weights."
+            f"at is {mode!r}; expected a LinearMode, as la.linear_mode(train_loader) returns it, or None for the "
+            "trained weights."
         )
     if mode.evidence.curvature is not fitted.curvature:
         raise ParameterError("the linear mode is that of another fit; expected one of this. Call linear_mode again.")
@@ -123,12 +122,12 @@ class MovedMap:
     """A linear map with the value of the linearised network at other weights; meets the `LinearMap` contract."""
 
     linear: LinearMap
-    offset: Float[Tensor, " params"]
+    value: Float[Tensor, "batch *out"]
 
-    @cached_property
-    def value(self) -> Float[Tensor, "batch *out"]:
-        """f + J offset."""
-        return self.linear.value + self.linear.mv(self.offset)
+    @staticmethod
+    def of(linear: LinearMap, offset: Float[Tensor, " params"]) -> MovedMap:
+        """With the value f + J offset."""
+        return MovedMap(linear, linear.value + linear.mv(offset))
 
     @property
     def batch(self) -> int:
@@ -150,5 +149,8 @@ class MovedMap:
     def pieces(self) -> list[Piece]:
         return self.linear.pieces()
 
-    def parts(self) -> Iterator[Any]:
-        return (MovedMap(part, self.offset) for part in self.linear.parts())
+    def parts(self) -> Iterator[MovedMap]:
+        start = 0
+        for part in self.linear.parts():
+            yield MovedMap(part, self.value[start : start + part.batch])
+            start += part.batch

@@ -119,8 +119,8 @@ def check_options(
         )
     if at == "trained" and train_loader is not None:
         raise OptionError(
-            "train_loader was given with at='trained', which needs no data; expected at='linear_mode'. Leave it out, or "
-            "give held-out data as val_loader."
+            "train_loader was given with at='trained', which needs no data; expected at='linear_mode'. Leave it out; "
+            "held-out data are val_loader."
         )
     if traces == "samples" and method not in ("em", "mackay"):
         raise OptionError(f"traces='samples' with method={method!r}; expected 'em'. Leave it out.")
