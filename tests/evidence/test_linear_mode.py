@@ -161,7 +161,7 @@ def test_gamma_from_draws_is_within_its_standard_error(structure: str) -> None:
         prior, 0.4, 1.3, samples=400, generator=torch.Generator().manual_seed(1)
     )
     assert bool(((found - exact).abs() < 4 * error).all())
-    assert bool((error < 0.2 * exact).all())
+    assert bool((error < 0.3 * exact).all())
     more = la.evidence.sampled_effective_parameters(
         prior, 0.4, 1.3, samples=6400, generator=torch.Generator().manual_seed(1)
     )[1]
@@ -178,7 +178,7 @@ def test_em_by_draws_ends_near_em_by_traces_and_states_its_error(at: str) -> Non
     exact = la.prior_precision
     assert la.tuned is not None
     assert la.tuned.error is None
-    draws = {"traces": "samples", "n_samples": 2000}
+    draws = {"traces": "samples", "n_samples": 1000}
     la.optimize_prior_precision(method="em", generator=torch.Generator().manual_seed(3), **draws, **loader)
     assert la.tuned.error is not None
     assert 0 < float(la.tuned.error) < 0.05
@@ -250,7 +250,11 @@ def test_noise_free_targets_end_at_a_bound(dtype: torch.dtype, method: str) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LapwingWarning)  # noise this small leaves little to solve with
         la.optimize_prior_precision(
-            method=method, at="linear_mode", train_loader=[(x, model(x).detach())], optimize_sigma_noise=True
+            method=method,
+            at="linear_mode",
+            train_loader=[(x, model(x).detach())],
+            optimize_sigma_noise=True,
+            max_passes=30,
         )
     assert isinstance(la.fitted.fit, GaussianFit)
     assert 0 < float(la.sigma_noise) < 1e-2

@@ -47,8 +47,8 @@ class LinearMode:
     `evidence` is that of the linearised network at theta*: its mean is theta*, its fit that of the outputs
     f(x; theta~) + J(x) (theta* - theta~), and its curvature the one at the trained network's outputs. `before` and
     `after` are norms of the gradient of the loss, at theta~ and at theta*; `scale` is what they are measured by, the
-    norm of the data's part of it at theta~ plus that of the prior's. `rounds`, `products` and `passes` (over the data)
-    are all that were made for it, also by a search for the prior.
+    norm of the data's part of it at theta~ plus that of the prior's part at theta*. `rounds`, `products` and `passes`
+    (over the data) are all that were made for it, also by a search for the prior.
     """
 
     evidence: Evidence
@@ -184,10 +184,10 @@ class EvidenceAtMode:
             self._search(loss, self.tolerance, closed=True)
             if self.point is not self.start and self.data.left:
                 self.point = self.data.at(self.point.away)
-            if loss.norm(self.point) <= self.tolerance * loss.scale:
+            if loss.norm(self.point) <= self.tolerance * loss.scale(self.point):
                 break
         self._search(loss, self.tolerance, closed=False)
-        after = loss.norm(self.point)
+        after, scale = loss.norm(self.point), loss.scale(self.point)
         like = self.trained.mean
         return LinearMode(
             self._evidence(),
@@ -196,8 +196,8 @@ class EvidenceAtMode:
             *(torch.as_tensor(each, dtype=like.dtype, device=like.device).detach() for each in (sigma, temperature)),
             before=loss.norm(self.start),
             after=after,
-            scale=loss.scale,
-            converged=after <= self.tolerance * loss.scale,
+            scale=scale,
+            converged=after <= self.tolerance * scale,
             rounds=self.rounds,
             products=self.products,
             passes=self.data.passes,
@@ -210,9 +210,8 @@ class EvidenceAtMode:
 
     def _search(self, loss: _Loss, tolerance: float, closed: bool) -> None:
         """Moves `point` to the optimum. `closed`: the curvature says how the gradient changes, without a pass."""
-        goal = tolerance * loss.scale
         for _ in range(ROUNDS):
-            gradient = loss.gradient(self.point)
+            gradient, goal = loss.gradient(self.point), tolerance * loss.scale(self.point)
             norm = float(gradient.norm())
             if norm <= goal or (not closed and self.data.left < 3):
                 return
@@ -234,7 +233,7 @@ class EvidenceAtMode:
         data, away, norm = self.data, self.point.away, float(gradient.norm())
         quadratic = data.likelihood.adds_noise
         if not quadratic:  # far from the optimum the model of the loss is not worth the passes
-            goal = max(goal, min(0.1, (norm / loss.scale) ** 0.5) * norm)
+            goal = max(goal, min(0.1, (norm / loss.scale(self.point)) ** 0.5) * norm)
         step, residual = torch.zeros_like(gradient), -gradient
         allowed = min(PRODUCTS, data.left - 2)
 
@@ -286,10 +285,9 @@ class _Loss:
     def prior_value(self, away: Tensor) -> float:
         return float(torch.dot(self._from_mean(away).double(), self._pull(away).double())) / 2
 
-    @cached_property
-    def scale(self) -> float:
-        start = self.at.start
-        return self.weight * float(start.gradient.norm()) + float(self._pull(start.away).norm())
+    def scale(self, point: Point) -> float:
+        """What the gradient at a point is measured by; at theta~ a prior may pull by any amount."""
+        return self.weight * float(self.at.start.gradient.norm()) + float(self._pull(point.away).norm())
 
     @cached_property
     def precondition(self) -> Callable[[Tensor], Tensor]:

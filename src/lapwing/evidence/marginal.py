@@ -133,7 +133,10 @@ class Evidence:
         precision = self.precision(prior, sigma, temperature)
         draws = precision.draw(samples, generator)
         each = draws * (precision.mv(draws) - prior.precision() * draws)
-        sums = torch.stack([prior.sums(draw) for draw in each])
+        groups = (
+            prior.groups if prior.groups is not None else torch.zeros(prior.size, dtype=torch.long, device=each.device)
+        )
+        sums = each.new_zeros(samples, len(prior.precisions)).index_add(1, groups, each)
         return sums.mean(0), sums.std(0) / samples**0.5
 
     def _noise(self, sigma: float | Tensor) -> Tensor:

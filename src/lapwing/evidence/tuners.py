@@ -20,8 +20,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from math import log
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -36,6 +36,8 @@ LOWEST, HIGHEST = 1e-10, 1e10
 """Range of precisions: a group that the data say nothing about would otherwise go to infinity."""
 NEAR = 1e-2
 """A logarithm this close to its bound counts as ended there, though its slope is not zero."""
+JUMP = 8
+"""Rounds of `em` between two extrapolations."""
 SPARED = 1000
 """One target in so many is left to estimate the noise from, on the way of `em` to a point where more are."""
 
@@ -205,6 +207,8 @@ def em(
 
     With `samples`, gamma comes from that many draws of the posterior instead of traces, from the same random numbers in
     every round: the fixed point then has a standard error, which is stated.
+
+    Every `JUMP` rounds, precisions that creep in one direction are taken to where their shrinking steps would lead.
     """
     before, converged, taken = _detached(prior), False, 0
     level = torch.as_tensor(sigma, dtype=prior.precisions.dtype, device=prior.precisions.device)
@@ -214,13 +218,16 @@ def em(
         else Sampled(samples, torch.initial_seed() if generator is None else generator.initial_seed())
     )
     effective = Evidence.effective_parameters if sampled is None else sampled
-    limits = Limits(spared=SPARED)
-    steps = updates(evidence, before, level, temperature, fixed_noise=fixed_noise, effective=effective, limits=limits)
+    options: dict[str, Any] = {"fixed_noise": fixed_noise, "effective": effective, "limits": Limits(spared=SPARED)}
+    steps = updates(evidence, before, level, temperature, **options)
     tolerance = max(tolerance, evidence.accuracy)
+    earlier = torch.zeros_like(before.precisions)
     with torch.no_grad():
-        for after, fresh, gamma in islice(steps, rounds):
+        while taken < rounds:
+            after, fresh, gamma = next(steps)
             taken += 1
-            moved = (after.precisions / before.precisions).log().abs()
+            change = (after.precisions / before.precisions).log()
+            moved = change.abs()
             # gamma is the difference of two numbers up to P, and its rounding moves the precisions for ever
             blur = 8 * torch.finfo(gamma.dtype).eps * (before.entries() / gamma).nan_to_num(1).clamp(1, 1e4)
             within = blur.clamp_min(tolerance)
@@ -231,6 +238,10 @@ def em(
                 if evidence.has_noise and not fixed_noise and used >= evidence.targets:
                     raise _nothing_left(gamma, evidence.targets)
                 break
+            if taken % JUMP == 0 and taken < rounds:
+                before = before.with_precisions(_extrapolated(before.precisions, change, earlier))
+                steps = updates(evidence, before, level, temperature, **options)
+            earlier = change
         value = evidence.settled(before, level, temperature).log_marginal(before, level, temperature)
     error = None if sampled is None else sampled.error
     return _checked(Tuned(before, level, value, converged, taken, error), "em")
@@ -255,6 +266,12 @@ class Sampled:
         )
         self.error = error / gamma.clamp_min(torch.finfo(gamma.dtype).tiny)
         return gamma
+
+
+def _extrapolated(precisions: Tensor, change: Tensor, earlier: Tensor) -> Tensor:
+    """Where a geometric series of steps in log precisions ends, of which these are two; at most 19 steps further."""
+    ratio = (change / earlier).nan_to_num(0.0, 0.0, 0.0).clamp(0, 0.95)
+    return (precisions.log() + change * ratio / (1 - ratio)).exp().clamp(LOWEST, HIGHEST)
 
 
 def _nothing_left(gamma: Tensor, targets: int) -> CurvatureError:
