@@ -38,8 +38,8 @@ NEAR = 1e-2
 """A logarithm this close to its bound counts as ended there, though its slope is not zero."""
 JUMP = 8
 """Rounds of `em` between two extrapolations."""
-SPARED = 1000
-"""One target in so many is left to estimate the noise from, on the way of `em` to a point where more are."""
+SPARED = 10
+"""One target in so many is left to estimate the noise from, on the way of `em` to where there are enough."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +208,7 @@ def em(
     With `samples`, gamma comes from that many draws of the posterior instead of traces, from the same random numbers in
     every round: the fixed point then has a standard error, which is stated.
 
-    Every `JUMP` rounds, precisions that creep in one direction are taken to where their shrinking steps would lead.
+    Every `JUMP` rounds, what creeps in one direction, or swings, is taken to where its shrinking steps would lead.
     """
     before, converged, taken = _detached(prior), False, 0
     level = torch.as_tensor(sigma, dtype=prior.precisions.dtype, device=prior.precisions.device)
@@ -218,28 +218,36 @@ def em(
         else Sampled(samples, torch.initial_seed() if generator is None else generator.initial_seed())
     )
     effective = Evidence.effective_parameters if sampled is None else sampled
-    options: dict[str, Any] = {"fixed_noise": fixed_noise, "effective": effective, "limits": Limits(spared=SPARED)}
+    spared = SPARED
+    options: dict[str, Any] = {"fixed_noise": fixed_noise, "effective": effective, "limits": Limits(spared=spared)}
     steps = updates(evidence, before, level, temperature, **options)
     tolerance = max(tolerance, evidence.accuracy)
-    earlier = torch.zeros_like(before.precisions)
+    earlier = torch.zeros_like(torch.cat([before.precisions, level.reshape(1)]))
     with torch.no_grad():
         while taken < rounds:
             after, fresh, gamma = next(steps)
             taken += 1
-            change = (after.precisions / before.precisions).log()
-            moved = change.abs()
+            change = torch.cat([after.precisions / before.precisions, (fresh / level).reshape(1)]).log()
+            moved = change[:-1].abs()
             # gamma is the difference of two numbers up to P, and its rounding moves the precisions for ever
             blur = 8 * torch.finfo(gamma.dtype).eps * (before.entries() / gamma).nan_to_num(1).clamp(1, 1e4)
             within = blur.clamp_min(tolerance)
-            converged = bool((moved < within).all()) and bool((fresh / level).log().abs() < within.max())
+            converged = bool((moved < within).all()) and bool(change[-1].abs() < within.max())
             before, level = after, fresh
             if converged:
                 used = float(temperature) * evidence.noise_power / 2 * float(gamma.sum())
-                if evidence.has_noise and not fixed_noise and used >= evidence.targets:
+                if fixed_noise or used <= evidence.targets * (1 - 1 / spared) or not evidence.has_noise:
+                    break
+                if used >= evidence.targets:
                     raise _nothing_left(gamma, evidence.targets)
-                break
+                # at rest only because so many targets were left: the noise is smaller
+                spared *= 10
+                options["limits"], converged = Limits(spared=spared), False
+                steps = updates(evidence, before, level, temperature, **options)
             if taken % JUMP == 0 and taken < rounds:
-                before = before.with_precisions(_extrapolated(before.precisions, change, earlier))
+                factor = _extrapolated(change, earlier)
+                before = before.with_precisions((before.precisions * factor[:-1]).clamp(LOWEST, HIGHEST))
+                level = (level * factor[-1]).clamp(*evidence.noise_range()) if not fixed_noise else level
                 steps = updates(evidence, before, level, temperature, **options)
             earlier = change
         value = evidence.settled(before, level, temperature).log_marginal(before, level, temperature)
@@ -268,10 +276,13 @@ class Sampled:
         return gamma
 
 
-def _extrapolated(precisions: Tensor, change: Tensor, earlier: Tensor) -> Tensor:
-    """Where a geometric series of steps in log precisions ends, of which these are two; at most 19 steps further."""
-    ratio = (change / earlier).nan_to_num(0.0, 0.0, 0.0).clamp(0, 0.95)
-    return (precisions.log() + change * ratio / (1 - ratio)).exp().clamp(LOWEST, HIGHEST)
+def _extrapolated(change: Tensor, earlier: Tensor) -> Tensor:
+    """The factor to where a geometric series of steps in logarithms ends, of which these are two.
+
+    At most 19 steps further; half a step back where they swing to and fro.
+    """
+    ratio = (change / earlier).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 0.95)
+    return (change * ratio / (1 - ratio)).exp()
 
 
 def _nothing_left(gamma: Tensor, targets: int) -> CurvatureError:
