@@ -165,10 +165,10 @@ def test_with_other_curvatures_and_noise(likelihood: Any, structure: str, option
 
 def test_of_a_likelihood_that_is_not_convex_it_is_a_stationary_point() -> None:
     x, y = linearised.data("regression", outputs=1)
-    la, batches = fitted(HeteroscedasticGaussian(), "full", x=x, y=y)
-    mode = la.linear_mode(batches, tolerance=1e-5)
+    la, batches = fitted(HeteroscedasticGaussian(), "full", x=x, y=y, prior_precision=5.0)
+    mode = la.linear_mode(batches, tolerance=1e-4)
     assert mode.converged
-    assert float(Dense.of(la, x, y).gradient(mode.weights).norm()) <= 1.01e-5 * mode.scale
+    assert float(Dense.of(la, x, y).gradient(mode.weights).norm()) <= 1.01e-4 * mode.scale
 
 
 def test_a_network_that_is_at_its_mode_stays_there() -> None:
