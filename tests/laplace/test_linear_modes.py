@@ -19,6 +19,7 @@ from lapwing.likelihoods import Gaussian, HeteroscedasticGaussian
 from linearised import DOUBLE, Dense
 from unchanged import unchanged
 
+NETWORKS = ("full", "kron", "diag")
 STRUCTURES = ("full", "gp", "kron", "ekfac", "diag", "blocks", "lowrank", "propagated_diag", "mixed_diag")
 
 
@@ -76,7 +77,14 @@ def test_of_a_linear_model_it_is_the_ridge_solution(structure: str, solver: str)
 
 
 @pytest.mark.parametrize(
-    ("structure", "solver"), [(structure, "structure") for structure in STRUCTURES] + [("kron", "auto")]
+    ("structure", "solver"),
+    [
+        ("full", "structure"),
+        ("kron", "structure"),
+        ("diag", "structure"),
+        ("kron", "auto"),
+        *(pytest.param(each, "structure", marks=pytest.mark.slow) for each in STRUCTURES if each[:4] not in NETWORKS),
+    ],
 )
 def test_of_a_network_with_gaussian_noise_it_is_one_dense_solve(structure: str, solver: str) -> None:
     la, batches = fitted("regression", structure, sigma_noise=0.8)
