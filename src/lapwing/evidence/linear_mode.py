@@ -127,7 +127,7 @@ class EvidenceAtMode:
         `solver` is a curvature of second derivatives to solve with, that of `trained` if None. `exact` says that it is
         the sum of J^T H J at the trained weights, which for Gaussian noise is that at all weights.
         """
-        start = data.at(torch.zeros_like(trained.mean))
+        start = data.at(torch.zeros_like(trained.mean, dtype=torch.float64))
         data.check(start, trained, points)
         if tolerance is None:
             tolerance = 1e-8 if trained.mean.dtype == torch.float64 else 1e-3
@@ -191,7 +191,7 @@ class EvidenceAtMode:
         like = self.trained.mean
         return LinearMode(
             self._evidence(),
-            self.point.away,
+            self.point.away.to(like),
             loss.prior,
             *(torch.as_tensor(each, dtype=like.dtype, device=like.device).detach() for each in (sigma, temperature)),
             before=loss.norm(self.start),
@@ -204,7 +204,9 @@ class EvidenceAtMode:
         )
 
     def _evidence(self) -> Evidence:
-        return replace(self.trained, mean=self.trained.mean + self.point.away, fit=self.point.fit)
+        return replace(
+            self.trained, mean=(self.trained.mean.double() + self.point.away).to(self.trained.mean), fit=self.point.fit
+        )
 
     # -- Newton's method -----------------------------------------------------------------------------------------------
 
@@ -225,7 +227,7 @@ class EvidenceAtMode:
     def _solved(self, loss: _Loss, gradient: Tensor, goal: float) -> tuple[Point, bool]:
         """One solve; another may refine it."""
         step = -loss.precondition(gradient)
-        point = self.point.moved(step, self.solver.curvature.mv(step), self.data.least)
+        point = self.point.moved(step, self.solver.curvature.mv(step.to(self.trained.mean)).double(), self.data.least)
         return point, loss.norm(point) < float(gradient.norm()) / 2
 
     def _descended(self, loss: _Loss, gradient: Tensor, goal: float) -> tuple[Point | None, bool]:
@@ -254,7 +256,7 @@ class EvidenceAtMode:
     def _along(self, loss: _Loss, gradient: Tensor, step: Tensor) -> tuple[Point | None, float]:
         """The longest step that lowers the loss as its slope promises, and the rounding of the loss."""
         here, slope = loss.value(self.point), float(torch.dot(gradient, step))
-        rounding = 10 * torch.finfo(gradient.dtype).eps * (1 + abs(here))
+        rounding = 10 * torch.finfo(self.trained.mean.dtype).eps * (1 + abs(here))
         losses, whole = self.data.along(self.point.away, step)
         for size, found in zip(SIZES, losses, strict=True):
             value = loss.weight * found + loss.prior_value(self.point.away + size * step)
@@ -270,7 +272,7 @@ class _Loss:
     def __init__(self, at: EvidenceAtMode, prior: Prior, sigma: float | Tensor, temperature: float | Tensor) -> None:
         self.at, self.prior = at, prior.with_precisions(prior.precisions.detach())
         self.sigma, self.temperature = sigma, temperature
-        self.precisions = self.prior.precision()
+        self.precisions = self.prior.precision().double()
         self.weight = 1 / (float(sigma) ** 2 * float(temperature))
 
     def gradient(self, point: Point) -> Tensor:
@@ -294,10 +296,11 @@ class _Loss:
         """v -> precision^-1 v; by the prior alone where there is no one precision over the weights."""
         if isinstance(self.at.solver.curvature, Independent):
             return lambda v: v / self.precisions
-        return self.at.solver.precision(self.prior, self.sigma, self.temperature).solve
+        solve, like = self.at.solver.precision(self.prior, self.sigma, self.temperature).solve, self.at.trained.mean
+        return lambda v: solve(v.to(like)).double()
 
     def _from_mean(self, away: Tensor) -> Tensor:
-        return self.at.trained.mean + away - self.prior.mean
+        return self.at.trained.mean.double() + away - self.prior.mean
 
     def _pull(self, away: Tensor) -> Tensor:
         """The gradient of the prior's part."""

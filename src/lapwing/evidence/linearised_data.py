@@ -32,7 +32,10 @@ SIZES = tuple(0.5**k for k in range(24))
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """theta~ + `away`: how it fits the data, and the gradient of -log p there, at unit noise and temperature."""
+    """theta~ + `away`: how it fits the data, and the gradient of -log p there, at unit noise and temperature.
+
+    In float64: a large precision multiplies what is left of theta - m, a small difference.
+    """
 
     away: Float[Tensor, " params"]
     fit: Float[Tensor, ""] | GaussianFit
@@ -82,25 +85,27 @@ class LinearisedData:
 
     def at(self, away: Float[Tensor, " params"]) -> Point:
         """Fit and gradient at theta~ + away."""
-        sums, moved = _Sums.of(self, away), bool(away.any())
+        sums, moved, near = _Sums.of(self, away), bool(away.any()), away.to(self.tangent.space.dtype)
         for linear, y in self._pass():
-            sums.add(linear, linear.value + linear.mv(away) if moved else linear.value, y)
+            sums.add(linear, linear.value + linear.mv(near) if moved else linear.value, y)
         return sums.point(away)
 
     def product(self, away: Float[Tensor, " params"], v: Float[Tensor, " params"]) -> Float[Tensor, " params"]:
         """sum_n J_n^T H_n J_n v, with H_n the Hessian of -log p at theta~ + away."""
         total = torch.zeros_like(v, dtype=torch.float64)
         moved = not self.likelihood.adds_noise and bool(away.any())
+        away, short = (each.to(self.tangent.space.dtype) for each in (away, v))
         for linear, y in self._pass():
             value = linear.value + linear.mv(away) if moved else linear.value
-            total += linear.rmv(self.likelihood.hessian_mv(value, y, linear.mv(v)).to(v)).double()
+            total += linear.rmv(self.likelihood.hessian_mv(value, y, linear.mv(short)).to(short)).double()
         return total.to(v)
 
     def along(self, away: Float[Tensor, " params"], step: Float[Tensor, " params"]) -> tuple[list[float], Point]:
         """-log p at theta~ + away + t step for each t of `SIZES`, and the whole point at the first of them, t = 1."""
         sums, losses = _Sums.of(self, away), torch.zeros(len(SIZES), dtype=torch.float64)
         for linear, y in self._pass():
-            start, change = linear.value + linear.mv(away), linear.mv(step)
+            start, change = (linear.mv(each.to(self.tangent.space.dtype)) for each in (away, step))
+            start = linear.value + start
             losses -= torch.tensor([float(self._log_prob(start + t * change, y)) for t in SIZES], dtype=torch.float64)
             sums.add(linear, start + change, y)
         return losses.tolist(), sums.point(away + step)
@@ -175,4 +180,4 @@ class _Sums:
     def point(self, away: Tensor) -> Point:
         if self.data.regression:
             self.data.least = float(self.rounding.total)
-        return Point(away, self.seen.fit(away.dtype), self.gradient.to(away))
+        return Point(away, self.seen.fit(self.data.tangent.space.dtype), self.gradient)
