@@ -165,7 +165,7 @@ def conjugate_gradients(
     if length == 0:
         return x, Solved(True, 0.0, 0)
     while True:
-        used = _descend(product, x, residual, precondition, tolerance * length, used, iterations)
+        used = descend(product, x, residual, precondition, tolerance * length, used, iterations)
         residual = target - product(x)
         relative = float(residual.norm()) / length
         # a start that does not halve the true residual has met the rounding of the products
@@ -174,7 +174,7 @@ def conjugate_gradients(
         before = relative
 
 
-def _descend(
+def descend(
     product: Map, x: Tensor, residual: Tensor, precondition: Map, goal: float, used: int, iterations: int
 ) -> int:
     """Conjugate gradients from x, which is changed in place with its residual; the number of products so far."""

@@ -230,8 +230,8 @@ ABOVE = (
     Mutant(
         "the search for a prior by its slope leaves out the temperature",
         "evidence/tuners.py",
-        "loss = -evidence.log_marginal(trial, level, temperature)",
-        "loss = -evidence.log_marginal(trial, level)",
+        "loss = -here.log_marginal(trial, level, temperature)",
+        "loss = -here.log_marginal(trial, level)",
         ("evidence", "laplace/test_tuning.py"),
     ),
     Mutant(
@@ -743,8 +743,8 @@ SECOND_BELOW = (
     Mutant(
         "MacKay's update measures the weights from zero, wherever the prior has its mean",
         "evidence/tuners.py",
-        "prior.sums((evidence.mean - prior.mean).square())",
-        "prior.sums(evidence.mean.square())",
+        "prior.sums((here.mean - prior.mean).square())",
+        "prior.sums(here.mean.square())",
         (
             "evidence/test_linear_gaussian.py",
             "evidence/test_limits.py",
@@ -781,8 +781,8 @@ SECOND_BELOW = (
     Mutant(
         "conjugate gradients stop at an absolute residual",
         "directions.py",
-        "used = _descend(product, x, residual, precondition, tolerance * length, used, iterations)",
-        "used = _descend(product, x, residual, precondition, tolerance, used, iterations)",
+        "used = descend(product, x, residual, precondition, tolerance * length, used, iterations)",
+        "used = descend(product, x, residual, precondition, tolerance, used, iterations)",
         ("test_directions.py", "test_claims.py", "test_figures.py", "test_bad_input.py"),
     ),
     # Laplace(..., backend=AsdlEF): the GGN instead of the empirical Fisher

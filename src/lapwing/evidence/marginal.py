@@ -68,6 +68,24 @@ class Evidence:
     def has_noise(self) -> bool:
         return isinstance(self.fit, GaussianFit)
 
+    @property
+    def targets(self) -> int:
+        """Numbers that the noise level is estimated from; none where there is no noise level."""
+        return self.fit.targets if isinstance(self.fit, GaussianFit) else 0
+
+    @property
+    def accuracy(self) -> float:
+        """To which the weights are known, relatively: they are given."""
+        return 0.0
+
+    def noise_range(self) -> tuple[float, float]:
+        """Within which sigma is searched."""
+        return self.fit.noise_range() if isinstance(self.fit, GaussianFit) else (1.0, 1.0)
+
+    def settled(self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Evidence:
+        """The evidence at the weights that go with a prior: at these, whatever it is. `EvidenceAtMode` moves them."""
+        return self
+
     def scaled(self, scale: float | int) -> Evidence:
         """The evidence of `scale` times as many rows of the same kind."""
         if scale == 1:
@@ -96,6 +114,30 @@ class Evidence:
         """gamma of every group: how many of its parameters the data determine, sum lambda / (lambda + prior)."""
         trace = self.precision(prior, sigma, temperature).inverse_trace(prior.groups)
         return prior.entries() - prior.precisions * trace
+
+    def sampled_effective_parameters(
+        self,
+        prior: Prior,
+        sigma: float | Tensor = 1.0,
+        temperature: float | Tensor = 1.0,
+        *,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Float[Tensor, " groups"], Float[Tensor, " groups"]]:
+        """gamma of every group by draws z of the posterior, and its standard error: E[z (precision - prior) z].
+
+        Of one group with a curvature it is at most sqrt(2 gamma / samples), also where gamma is a small part of P.
+        """
+        if samples < 2:
+            raise CurvatureError(f"{samples} draws have no standard error; expected at least 2.")
+        precision = self.precision(prior, sigma, temperature)
+        draws = precision.draw(samples, generator)
+        each = draws * (precision.mv(draws) - prior.precision() * draws)
+        groups = (
+            prior.groups if prior.groups is not None else torch.zeros(prior.size, dtype=torch.long, device=each.device)
+        )
+        sums = each.new_zeros(samples, len(prior.precisions)).index_add(1, groups, each)
+        return sums.mean(0), sums.std(0) / samples**0.5
 
     def _noise(self, sigma: float | Tensor) -> Tensor:
         sigma = self._positive(sigma, "sigma")

@@ -1,11 +1,15 @@
-"""Hyper-parameters from the evidence: by its gradient, or by MacKay's fixed point. No data pass; one decomposition.
+"""Hyper-parameters from the evidence: by its gradient, or by MacKay's fixed point. One decomposition.
 
     gradient   L-BFGS on log precisions and log sigma, to convergence
     updates    alpha = gamma / |theta - mean|^2 per group, sigma^2 = SSE / (N - gamma), one after the other
-    mackay     these updates, until they come to rest
+    em         these updates, until they come to rest; gamma from exact traces, or from draws of the posterior
 
 Both end at a stationary point of the evidence. MacKay's updates need no line search but take many rounds where gamma is
 nearly the number of parameters; the gradient method also handles priors for which a group has no effect on the data.
+
+With an `Evidence` theta stays where it is, and there is no data pass. With an `EvidenceAtMode` theta is the linear mode
+theta* of every prior that is tried, and the search ends at a joint fixed point (theta*, prior, sigma): log Z has no
+derivative by way of theta*, which is an optimum, so that both searches are the same with theta* in the place of theta.
 
 Precisions stay within LOWEST and HIGHEST, sigma within `GaussianFit.noise_range()`: noise-free targets end at the
 lower end of it.
@@ -14,16 +18,17 @@ lower end of it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from math import log
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError, LapwingWarning
+from lapwing.evidence.linear_mode import EvidenceAtMode, LinearMode
 from lapwing.evidence.marginal import Evidence, GaussianFit
 from lapwing.priors import Prior
 
@@ -31,21 +36,36 @@ LOWEST, HIGHEST = 1e-10, 1e10
 """Range of precisions: a group that the data say nothing about would otherwise go to infinity."""
 NEAR = 1e-2
 """A logarithm this close to its bound counts as ended there, though its slope is not zero."""
+JUMP = 8
+"""Rounds of `em` between two extrapolations."""
+SPARED = 10
+"""One target in so many is left to estimate the noise from, on the way of `em` to where there are enough."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """The prior and noise level found, the evidence there, and whether the search had come to rest."""
+    """The prior and noise level found, the evidence there, and whether the search had come to rest.
+
+    `error` is the relative standard error of every group's gamma, where they came from draws; `mode` the linear mode
+    that goes with them, where the evidence was that at the linear mode.
+    """
 
     prior: Prior
     sigma: Float[Tensor, ""]
     log_marginal: Float[Tensor, ""]
     converged: bool
     rounds: int
+    error: Float[Tensor, " groups"] | None = None
+    mode: LinearMode | None = None
+
+
+AnyEvidence = Evidence | EvidenceAtMode
+Gamma = Callable[[Evidence, Prior, Tensor, float | Tensor], Tensor]
+"""gamma [groups] at an evidence, prior, noise level and temperature."""
 
 
 def gradient(
-    evidence: Evidence,
+    evidence: AnyEvidence,
     prior: Prior,
     sigma: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
@@ -59,8 +79,7 @@ def gradient(
     noise = torch.as_tensor(sigma, dtype=start.dtype, device=start.device).detach().reshape(1)
     noise_is_free = evidence.has_noise and not fixed_noise
     free = torch.cat([start, noise.log()]) if noise_is_free else start
-    limits = evidence.fit.noise_range() if isinstance(evidence.fit, GaussianFit) else (1.0, 1.0)
-    low, high = _bounds(free, len(start), limits)
+    low, high = _bounds(free, len(start), evidence.noise_range())
     free = free.clamp(low, high).clone().requires_grad_()
 
     def read() -> tuple[Prior, Tensor]:
@@ -71,7 +90,8 @@ def gradient(
         free.grad = None
         with torch.enable_grad():
             trial, level = read()
-            loss = -evidence.log_marginal(trial, level, temperature)
+            here = evidence.settled(trial, level, temperature)
+            loss = -here.log_marginal(trial, level, temperature)
             # a step beyond the bounds must lead back: without a slope there the search would end where it fell
             loss = loss + (free - free.detach().clamp(low, high)).square().sum()
         if not bool(torch.isfinite(loss)):
@@ -100,9 +120,9 @@ def gradient(
         rest = float(torch.where(held, 0.0, free.grad).abs().max()) if len(free) else 0.0
         with torch.no_grad():
             trial, level = read()
-            value = evidence.log_marginal(trial, level, temperature)
+            value = evidence.settled(trial, level, temperature).log_marginal(trial, level, temperature)
         # the sum has terms as large as the targets are many, and its rounding hides slopes below this
-        terms = 1 + float(value.abs()) + (evidence.fit.targets if isinstance(evidence.fit, GaussianFit) else 0)
+        terms = 1 + float(value.abs()) + evidence.targets
         converged = rest <= max(100 * tolerance, torch.finfo(free.dtype).eps ** 0.5 * terms)
         if converged or taken >= rounds:
             break
@@ -133,13 +153,14 @@ class Limits:
 
 @torch.no_grad()
 def updates(
-    evidence: Evidence,
+    evidence: AnyEvidence,
     prior: Prior,
     sigma: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
     *,
     fixed_noise: bool = False,
     limits: Limits | None = None,
+    effective: Gamma = Evidence.effective_parameters,
 ) -> Iterator[tuple[Prior, Float[Tensor, ""], Float[Tensor, " groups"]]]:
     """MacKay's updates without end: (prior, sigma) after each, and the gamma [groups] they were computed from.
 
@@ -147,31 +168,31 @@ def updates(
     effective parameters: O(P) once the curvature is decomposed.
     """
     limits = limits or Limits()
-    squares = prior.sums((evidence.mean - prior.mean).square())
-    level = torch.as_tensor(sigma, dtype=squares.dtype, device=squares.device)
-    squares = squares.clamp_min(torch.finfo(squares.dtype).tiny)
     prior = _detached(prior)
+    level = torch.as_tensor(sigma, dtype=prior.precisions.dtype, device=prior.precisions.device)
     while True:
-        gamma = evidence.effective_parameters(prior, level, temperature).clamp_min(0)
-        precisions = _limited(gamma / squares, prior.precisions, limits.factor, limits.precisions)
-        if isinstance(fit := evidence.fit, GaussianFit) and not fixed_noise:
+        here = evidence.settled(prior, level, temperature)
+        squares = prior.sums((here.mean - prior.mean).square())
+        gamma = effective(here, prior, level, temperature).clamp_min(0)
+        wanted = gamma / squares.clamp_min(torch.finfo(squares.dtype).tiny)
+        # of a group at its mean, with a gamma of nothing but rounding, the data know nothing: any precision will do
+        rounding = 8 * torch.finfo(gamma.dtype).eps * prior.entries()
+        wanted = wanted.where((gamma > rounding) | (squares * prior.precisions > rounding), prior.precisions)
+        precisions = _limited(wanted, prior.precisions, limits.factor, limits.precisions)
+        if isinstance(fit := here.fit, GaussianFit) and not fixed_noise:
             # at temperature T the evidence counts every target as 1 / T of one
             left = fit.targets - float(temperature) * evidence.noise_power / 2 * gamma.sum()
             if limits.spared is not None:
                 left = left.clamp_min(fit.targets / limits.spared)
             elif bool(left <= 0):
-                raise CurvatureError(
-                    f"the data determine {float(gamma.sum()):.1f} parameters with {fit.targets} targets, "
-                    "which leaves nothing to estimate the noise from; expected fewer. Fix sigma, or start from a "
-                    "larger prior precision."
-                )
-            level = _limited((fit.squares / left).sqrt(), level, limits.factor, limits.noise or fit.noise_range())
+                raise _nothing_left(gamma, fit.targets)
+            level = _limited((fit.squares / left).sqrt(), level, limits.factor, limits.noise or evidence.noise_range())
         prior = prior.with_precisions(precisions)
         yield prior, level, gamma
 
 
-def mackay(
-    evidence: Evidence,
+def em(
+    evidence: AnyEvidence,
     prior: Prior,
     sigma: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
@@ -179,24 +200,96 @@ def mackay(
     fixed_noise: bool = False,
     rounds: int = 1000,
     tolerance: float = 1e-8,
+    samples: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tuned:
-    """MacKay's re-estimation of one precision per group, and of the noise level where it is not fixed."""
+    """MacKay's re-estimation of one precision per group, and of the noise level where it is not fixed.
+
+    With `samples`, gamma comes from that many draws of the posterior instead of traces, from the same random numbers in
+    every round: the fixed point then has a standard error, which is stated.
+
+    Every `JUMP` rounds, what creeps in one direction, or swings, is taken to where its shrinking steps would lead.
+    """
     before, converged, taken = _detached(prior), False, 0
-    level = torch.as_tensor(sigma, dtype=evidence.mean.dtype, device=evidence.mean.device)
-    steps = updates(evidence, before, level, temperature, fixed_noise=fixed_noise)
+    level = torch.as_tensor(sigma, dtype=prior.precisions.dtype, device=prior.precisions.device)
+    sampled = (
+        None
+        if samples is None
+        else Sampled(samples, torch.initial_seed() if generator is None else generator.initial_seed())
+    )
+    effective = Evidence.effective_parameters if sampled is None else sampled
+    spared = SPARED
+    options: dict[str, Any] = {"fixed_noise": fixed_noise, "effective": effective, "limits": Limits(spared=spared)}
+    steps = updates(evidence, before, level, temperature, **options)
+    tolerance = max(tolerance, evidence.accuracy)
+    earlier = torch.zeros_like(torch.cat([before.precisions, level.reshape(1)]))
     with torch.no_grad():
-        for after, fresh, gamma in islice(steps, rounds):
+        while taken < rounds:
+            after, fresh, gamma = next(steps)
             taken += 1
-            moved = (after.precisions / before.precisions).log().abs()
+            change = torch.cat([after.precisions / before.precisions, (fresh / level).reshape(1)]).log()
+            moved = change[:-1].abs()
             # gamma is the difference of two numbers up to P, and its rounding moves the precisions for ever
             blur = 8 * torch.finfo(gamma.dtype).eps * (before.entries() / gamma).nan_to_num(1).clamp(1, 1e4)
             within = blur.clamp_min(tolerance)
-            converged = bool((moved < within).all()) and bool((fresh / level).log().abs() < within.max())
+            converged = bool((moved < within).all()) and bool(change[-1].abs() < within.max())
             before, level = after, fresh
             if converged:
-                break
-        value = evidence.log_marginal(before, level, temperature)
-    return _checked(Tuned(before, level, value, converged, taken), "mackay")
+                used = float(temperature) * evidence.noise_power / 2 * float(gamma.sum())
+                if fixed_noise or used <= evidence.targets * (1 - 1 / spared) or not evidence.has_noise:
+                    break
+                if used >= evidence.targets:
+                    raise _nothing_left(gamma, evidence.targets)
+                # at rest only because so many targets were left: the noise is smaller
+                spared *= 10
+                options["limits"], converged = Limits(spared=spared), False
+                steps = updates(evidence, before, level, temperature, **options)
+            if taken % JUMP == 0 and taken < rounds:
+                factor = _extrapolated(change, earlier)
+                before = before.with_precisions((before.precisions * factor[:-1]).clamp(LOWEST, HIGHEST))
+                level = (level * factor[-1]).clamp(*evidence.noise_range()) if not fixed_noise else level
+                steps = updates(evidence, before, level, temperature, **options)
+            earlier = change
+        value = evidence.settled(before, level, temperature).log_marginal(before, level, temperature)
+    error = None if sampled is None else sampled.error
+    return _checked(Tuned(before, level, value, converged, taken, error), "em")
+
+
+mackay = em
+"""The name that `em` has had."""
+
+
+@dataclass(eq=False)
+class Sampled:
+    """gamma from draws of the posterior, of the same random numbers in every call; `error` is its relative error."""
+
+    samples: int
+    seed: int
+    error: Tensor | None = None
+
+    def __call__(self, evidence: Evidence, prior: Prior, sigma: Tensor, temperature: float | Tensor) -> Tensor:
+        numbers = torch.Generator(device=evidence.mean.device).manual_seed(self.seed)
+        gamma, error = evidence.sampled_effective_parameters(
+            prior, sigma, temperature, samples=self.samples, generator=numbers
+        )
+        self.error = error / gamma.clamp_min(torch.finfo(gamma.dtype).tiny)
+        return gamma
+
+
+def _extrapolated(change: Tensor, earlier: Tensor) -> Tensor:
+    """The factor to where a geometric series of steps in logarithms ends, of which these are two.
+
+    At most 19 steps further; half a step back where they swing to and fro.
+    """
+    ratio = (change / earlier).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 0.95)
+    return (change * ratio / (1 - ratio)).exp()
+
+
+def _nothing_left(gamma: Tensor, targets: int) -> CurvatureError:
+    return CurvatureError(
+        f"the data determine {float(gamma.sum()):.1f} parameters with {targets} targets, which leaves nothing to "
+        "estimate the noise from; expected fewer. Fix sigma, or start from a larger prior precision."
+    )
 
 
 def share_left(gamma: Float[Tensor, " groups"], targets: int) -> Float[Tensor, ""]:

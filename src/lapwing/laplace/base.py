@@ -25,9 +25,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lapwing.distributions import Distribution
 from lapwing.errors import NotFittedError, OptionError, ParameterError
-from lapwing.evidence import Evidence, GaussianFit
+from lapwing.evidence import Evidence, EvidenceAtMode, GaussianFit, LinearMode, Tuned
 from lapwing.evidence.seen import Seen
-from lapwing.laplace import persistence, predictions, state, tuning
+from lapwing.laplace import linear_modes, persistence, predictions, state, tuning
 from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
 from lapwing.laplace.data import Pairs, Sampled, Tracked
 from lapwing.laplace.fitted import Fitted
@@ -79,6 +79,8 @@ class BaseLaplace:
     structure: ClassVar[str]
     reason: str = ""
     """Why the structure was chosen, where `hessian_structure="auto"` chose it."""
+    tuned: Tuned | None = None
+    """What the last search by the evidence found, and at the linear mode the mode; not kept in files."""
     choices: tuple[str, ...] = ()
     """What `lapwing.attach` decided, a sentence each."""
     pred_types: ClassVar[tuple[str, ...]] = ("glm", "nn")
@@ -452,12 +454,20 @@ class BaseLaplace:
 
     @outside_autocast
     def log_marginal_likelihood(
-        self, prior_precision: Number | None = None, sigma_noise: Number | None = None
+        self,
+        prior_precision: Number | None = None,
+        sigma_noise: Number | None = None,
+        *,
+        at: LinearMode | None = None,
     ) -> Float[Tensor, ""]:
         """log Z of the Laplace approximation, differentiable in its arguments, which become the posterior's own.
 
-        Inside `torch.func` they do not: nothing of it stays.
+        Inside `torch.func` they do not: nothing of it stays. With `at`, log Z of the linearised network at its mode,
+        which stays where it is when the prior changes.
         """
+        if at is not None:
+            linear_modes.check_mode(at, self.fitted, None, self.space)
+        evidence = self.evidence if at is None else at.evidence
         before = self.hyper
         try:
             if sigma_noise is not None:
@@ -466,7 +476,7 @@ class BaseLaplace:
                 self.sigma_noise = sigma_noise
             if prior_precision is not None:
                 self.prior_precision = prior_precision
-            value = self.evidence.log_marginal(self.prior, self.sigma_noise, self.temperature)
+            value = evidence.log_marginal(self.prior, self.sigma_noise, self.temperature)
         except BaseException:
             self.hyper = before
             raise
@@ -482,6 +492,42 @@ class BaseLaplace:
         """gamma per group of the prior: how many of its parameters the data determine."""
         with torch.no_grad():
             return self.evidence.effective_parameters(self.prior, self.sigma_noise, self.temperature)
+
+    @outside_autocast
+    def linear_mode(
+        self,
+        train_loader: Iterable[Any],
+        *,
+        solver: str = "auto",
+        tolerance: float | None = None,
+        max_passes: int = linear_modes.PASSES,
+    ) -> LinearMode:
+        """theta*, the weights at which the network linearised at theta~, the trained weights, has its smallest loss.
+
+        The loss is that of f(x; theta~) + J(x) (theta - theta~) on the data of the fit, all of them and in any order,
+        with the present prior, noise and temperature. It is convex for every likelihood that is convex in f, so that
+        theta* does not depend on where training stopped. `at=mode` takes predictions and the evidence there. The result
+        is not kept, and nothing changes.
+
+        `solver`: "exact" forms the exact curvature of the data, [P, P] or [N C, N C], to solve with; "structure" uses
+        this posterior's own; "auto" the exact one where that is small. `tolerance` is the relative residual, 1e-8 in
+        float64 and 1e-3 in float32; a warning says if it was not met after `max_passes` passes over the data.
+        """
+        at_mode = self._at_mode(train_loader, solver, tolerance, max_passes)
+        hyper = self.hyper
+        with torch.inference_mode(False), torch.no_grad():
+            return linear_modes.checked(at_mode.mode(self.prior, hyper.sigma_noise, hyper.temperature))
+
+    def _at_mode(
+        self, train_loader: Iterable[Any], solver: str, tolerance: float | None, max_passes: int
+    ) -> EvidenceAtMode:
+        fitted, options = self.fitted, {"solver": solver, "tolerance": tolerance, "max_passes": max_passes}
+        self._check_weights(whole=True)
+        assert self._tangent is not None
+        with torch.inference_mode(False), torch.no_grad():
+            batches = self._data(Pairs(train_loader, self.dict_key_y, self._whole.device))
+            arguments = self.setup, self.evidence, fitted, self._tangent, batches
+            return linear_modes.evidence_at_mode(*arguments, **options)
 
     # -- fitting -----------------------------------------------------------------------------------------------------
 
@@ -524,7 +570,7 @@ class BaseLaplace:
         with self._all_or_nothing():
             self._bind(tangent)
             self._fitted, self._posterior, self._kept = fitted, None, Kept.of(self.model)
-            self._few = sampled.few
+            self._few, self.tuned = sampled.few, None
         if checkpoint is not None:
             remove(checkpoint)
 
@@ -543,12 +589,15 @@ class BaseLaplace:
 
     # -- predictions ---------------------------------------------------------------------------------------------------
 
-    def linearise(self, x: Any) -> LinearMap:
-        """The network at the inputs x, and its Jacobian as a linear map."""
+    def linearise(self, x: Any, at: LinearMode | None = None) -> LinearMap:
+        """The network at the inputs x, and its Jacobian as a linear map; with `at`, its value at the linear mode."""
         _ = self.space  # known before the first fit, except for a last layer that is still to be found
         assert self._tangent is not None
         self._check_weights()
-        return self._tangent.at(self._inputs(x))
+        if at is None:
+            return self._tangent.at(self._inputs(x))
+        linear_modes.check_mode(at, self.fitted, self.hyper, self.space)
+        return linear_modes.MovedMap.of(self._tangent.at(self._inputs(x)), at.offset)
 
     def _check_weights(self, whole: bool = False) -> None:
         """Outputs of another model than the curvature's would be mixed with it. `whole` looks at all of its numbers."""
@@ -582,6 +631,8 @@ class BaseLaplace:
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         fitting: bool = False,
+        *,
+        at: LinearMode | None = None,
         **model_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Probabilities [B, *out] for classes and events; for numbers the mean [B, *out] and covariance [B, C, C].
@@ -591,7 +642,8 @@ class BaseLaplace:
         variances in the shape of the outputs. `pred_type="nn"` averages the network itself at sampled weights.
         `link_approx` is "probit", "mc", "probit_full", "bridge", "bridge_norm", or "quadrature" for a single logit.
         Further arguments of the model go into x, where it is a mapping. `fitting` is for likelihood="reward_modeling",
-        which predicts rewards of single inputs: with it, the probabilities of the choices in pairs.
+        which predicts rewards of single inputs: with it, the probabilities of the choices in pairs. The mean is the
+        trained network's output; `at`, a result of `linear_mode`, makes it that of the linearised network at its mode.
         """
         x = _with_arguments(x, model_kwargs)
         pred_type = self._pred_type(pred_type)
@@ -603,19 +655,26 @@ class BaseLaplace:
                 "joint=True goes with pred_type='glm'; found 'nn'. Use functional_samples, which are joint."
             )
         if pred_type == "nn":
+            refuse_mode(at)
             if not classes and whole(n_samples) < 2:
                 raise ParameterError("n_samples is 1, which has no variance; expected at least 2 draws.")
             out = predictions.predicted(likelihood, self.functional_samples(x, "nn", n_samples, generator=generator))
             return out.mean(0) if classes else (out.mean(0), out.var(0))
         with self._working():
-            linear = self.linearise(x)
+            linear = self.linearise(x, at)
             if classes:
                 arguments = likelihood, link, whole(n_samples), generator
                 return predictions.probabilities(posterior, linear, *arguments)
             return predictions.moments(posterior, linear, joint=joint, diagonal=diagonal_output)
 
     def predict_proba(
-        self, x: Any, link_approx: str = "probit", n_samples: int = 100, generator: torch.Generator | None = None
+        self,
+        x: Any,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        *,
+        at: LinearMode | None = None,
     ) -> Float[Tensor, "batch *out"]:
         """Probabilities of classes or events, [B, *out]. As `la(x)`, with one type of answer."""
         if not self.distribution.has_probabilities:
@@ -623,13 +682,13 @@ class BaseLaplace:
                 f"probabilities were asked of a {type(self.distribution).__name__} likelihood, which predicts numbers; "
                 "expected one of classes or events. Use predict_moments or predict_distribution."
             )
-        answer = self(x, "glm", link_approx=link_approx, n_samples=n_samples, generator=generator)
+        answer = self(x, "glm", link_approx=link_approx, n_samples=n_samples, generator=generator, at=at)
         assert isinstance(answer, Tensor)
         return answer
 
     @outside_autocast
     def predict_moments(
-        self, x: Any, joint: bool = False, diagonal_output: bool = False
+        self, x: Any, joint: bool = False, diagonal_output: bool = False, *, at: LinearMode | None = None
     ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
         """Mean [B, *out] and covariance [B, C, C] of the outputs f(x), of logits too; without observation noise.
 
@@ -637,9 +696,9 @@ class BaseLaplace:
         """
         posterior = self.posterior
         with self._working():
-            return predictions.moments(posterior, self.linearise(x), joint=joint, diagonal=diagonal_output)
+            return predictions.moments(posterior, self.linearise(x, at), joint=joint, diagonal=diagonal_output)
 
-    def predict_distribution(self, x: Any) -> Distribution:
+    def predict_distribution(self, x: Any, *, at: LinearMode | None = None) -> Distribution:
         """The law of new targets, noise included: mean, deviation, interval(0.9), log_prob(y), cdf(y), draw(n).
 
         Targets stand one after the other, [B D] for D of them in a data point. For classes and events there are
@@ -656,7 +715,7 @@ class BaseLaplace:
         >>> bool((low < predicted.mean).all()), (high - low).round(decimals=2).tolist()
         (True, [0.36, 0.44])
         """
-        mean, variance = self.predict_moments(x, diagonal_output=True)
+        mean, variance = self.predict_moments(x, diagonal_output=True, at=at)
         likelihood = self.distribution
         law = likelihood.predictive(likelihood.to_last(mean), likelihood.to_last(variance), self.sigma_noise.detach())
         if law is None:
@@ -678,6 +737,8 @@ class BaseLaplace:
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
+        *,
+        at: LinearMode | None = None,
     ) -> Float[Tensor, "n batch *out"]:
         """Draws of the outputs f(x): one draw moves all inputs together, as one draw of the weights does.
 
@@ -687,19 +748,26 @@ class BaseLaplace:
         if kind == "nn" and diagonal_output:
             raise OptionError("diagonal_output=True goes with pred_type='glm'; found 'nn'. Leave it out.")
         if not diagonal_output:
-            return self._outputs(self.posterior, x, kind, count, generator)
+            return self._outputs(self.posterior, x, kind, count, generator, at)
         posterior = self.posterior
         with self._working():
-            mean, variance = predictions.moments(posterior, self.linearise(x), diagonal=True)
+            mean, variance = predictions.moments(posterior, self.linearise(x, at), diagonal=True)
             return mean + variance.sqrt() * normal((count, *mean.shape), mean, generator)
 
     def _outputs(
-        self, posterior: Gaussian, x: Any, pred_type: str, n: int, generator: torch.Generator | None
+        self,
+        posterior: Gaussian,
+        x: Any,
+        pred_type: str,
+        n: int,
+        generator: torch.Generator | None,
+        at: LinearMode | None = None,
     ) -> Float[Tensor, "n batch *out"]:
         """Draws of the outputs under a Gaussian over the weights."""
         with self._working():
             if pred_type != "nn":
-                return draws(posterior, self.linearise(x), n, generator)
+                return draws(posterior, self.linearise(x, at), n, generator)
+            refuse_mode(at)
             self._check_weights()
             tangent = Tangent(self.model, self.space, evaluate=True)
             return network_draws(posterior, tangent, self._inputs(x), n, generator, self.enable_backprop)
@@ -712,9 +780,11 @@ class BaseLaplace:
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
+        *,
+        at: LinearMode | None = None,
     ) -> Float[Tensor, "n batch *out"]:
         """Draws of predictions: probabilities for classes and events, else of the function, without noise."""
-        found = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
+        found = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, at=at)
         return predictions.predicted(self.distribution, found)
 
     def _pred_type(self, pred_type: str) -> str:
@@ -762,25 +832,39 @@ class BaseLaplace:
         optimize_sigma_noise: bool = False,
         counts: Iterable[float | int] | None = None,
         generator: torch.Generator | None = None,
+        at: str = "trained",
+        train_loader: Iterable[Any] | None = None,
+        traces: str = "exact",
+        max_passes: int = linear_modes.PASSES,
     ) -> None:
         """Sets the prior precision (with `optimize_sigma_noise` the noise as well) to what the data prefer.
 
         marglik      maximises the evidence by L-BFGS until it comes to rest, at most `n_steps` rounds; `lr` is not used
         adam         maximises the evidence by `n_steps` steps of Adam at `lr`
-        mackay       MacKay's fixed point, per group of the prior, until it stands still
+        em           MacKay's fixed point alpha = gamma / |theta|^2, per group of the prior, until it stands still;
+                     gamma, the effective parameters, from traces or (`traces="samples"`) from `n_samples` draws of
+                     the posterior, with a standard error in `tuned.error`. "mackay" is the same
         gridsearch   the best of `grid_size` precisions on `val_loader`, by validation NLL or `loss`
         pseudo_data  the best pair of a precision and a number N of data points (`counts`) that the data shall count
                      for, on `val_loader`; sets the temperature to n_data / N as well
 
         `loss` is called with (probabilities, targets), or with (mean, variance, targets) where numbers are predicted.
-        The prior has one precision ("scalar"), one per parameter tensor ("layerwise"), one per module ("module") or
-        one per entry ("diag"). `verbose` reports through `logging`.
+        The prior has one precision ("scalar"), one per parameter tensor ("layerwise"), one per module ("module"), one
+        per entry ("diag"), or one per group of weights that a normalisation makes scale-invariant, and one for the rest
+        ("scale_invariant"; see `scale_invariant_groups`). `verbose` reports through `logging`.
+
+        `at` says where marglik and em take the evidence. "trained": at the trained weights, which have to be near the
+        mode for it. "linear_mode": at the linear mode theta* (see `linear_mode`), which moves with the prior, so that
+        prior, noise and theta* are found together from `train_loader`, the data of the fit, in at most `max_passes`
+        passes. Use it for networks with normalisation or early stopping. Predictions keep the trained network's output
+        for their mean, and have error bars with the prior that was found; `tuned.mode` is the mode.
         """
         groups = self._groups_for(prior_structure)
         start = tuning.starting_precision(self.space, prior_structure, init_prior_prec, groups)
         chosen = choose(method, tuning.METHODS, "method")
         fitted = self.fitted
-        tuning.check_options(chosen, optimize_sigma_noise, counts)
+        place, traces = choose(at, tuning.PLACES, "at"), choose(traces, tuning.TRACES, "traces")
+        tuning.check_options(chosen, optimize_sigma_noise, counts, place, train_loader, traces)
         hyper = replace(self.hyper, prior_groups=groups)
         search = tuning.Search(
             self.evidence, self.space, hyper, fitted.n_data, self.distribution, self.linearise, self._outputs
@@ -798,12 +882,19 @@ class BaseLaplace:
                     self.prior_precision, self.temperature = tuning.by_pseudo_data(search, pairs, grid, counts, *how)
         else:
             self._check_prior(self.space, start, 0.0, groups)
-            precision, sigma = tuning.by_evidence(search, chosen, start, optimize_sigma_noise, n_steps, lr)
-            self.hyper = replace(
-                self.hyper, prior_precision=checked_precision(precision, self._place), prior_groups=groups
-            )
-            if sigma is not None:
-                self.sigma_noise = sigma
+            at_mode = None
+            if train_loader is not None:
+                at_mode = self._at_mode(train_loader, "auto", None, max_passes)
+            samples = whole(n_samples) if traces == "samples" else None
+            with torch.inference_mode(False):
+                tuned = tuning.by_evidence(
+                    search, at_mode, chosen, start, optimize_sigma_noise, n_steps, lr, samples, generator
+                )
+            precision = checked_precision(tuned.prior.precisions, self._place)
+            with self._all_or_nothing():
+                self.hyper, self.tuned = replace(self.hyper, prior_precision=precision, prior_groups=groups), tuned
+                if optimize_sigma_noise:
+                    self.sigma_noise = tuned.sigma
         tuning.report(self.prior_precision, chosen, verbose)
 
     def _groups_for(self, structure: str) -> PriorGroups | None:
@@ -853,6 +944,7 @@ class BaseLaplace:
             for name, value in hyper.items():
                 setattr(self, name, value)
             self._fitted, self._posterior, self._kept = fitted, None, None
+            self.tuned = None
 
     def _bind_stored(self, state_dict: Mapping[str, Any]) -> None:
         """Binds the parameters that a state speaks of, where that is not known yet."""
@@ -863,6 +955,15 @@ def whole(n: int) -> int:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ParameterError(f"n_samples is {n!r}; expected a whole number >= 1.")
     return n
+
+
+def refuse_mode(at: LinearMode | None) -> None:
+    """The network itself, at sampled weights, has nothing to do with the mode of the linearised one."""
+    if at is not None:
+        raise OptionError(
+            "a linear mode was given with pred_type='nn'; expected 'glm', as it is the mode of the linearised network. "
+            "Leave `at` out."
+        )
 
 
 def _with_arguments(x: Any, arguments: Mapping[str, Any]) -> Any:

@@ -47,9 +47,18 @@ class LinkApprox(StrEnum):
 class TuningMethod(StrEnum):
     MARGLIK = "marglik"
     ADAM = "adam"
+    EM = "em"
     MACKAY = "mackay"
+    """As `em`."""
     GRIDSEARCH = "gridsearch"
     PSEUDO_DATA = "pseudo_data"
+
+
+class TunedAt(StrEnum):
+    """The weights at which the evidence is taken."""
+
+    TRAINED = "trained"
+    LINEAR_MODE = "linear_mode"
 
 
 class PriorStructure(StrEnum):

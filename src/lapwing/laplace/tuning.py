@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from lapwing import evidence
 from lapwing.errors import DataError, OptionError, ParameterError
 from lapwing.estimate.data_pass import pair
-from lapwing.evidence import Evidence
+from lapwing.evidence import Evidence, EvidenceAtMode, Tuned
 from lapwing.evidence import grid as validation
 from lapwing.laplace.hyper import HyperParameters, precisions_of, prior_of
-from lapwing.laplace.names import PriorStructure, TuningMethod, choose
+from lapwing.laplace.linear_modes import checked
+from lapwing.laplace.names import PriorStructure, TunedAt, TuningMethod, choose
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, LinearMap
 from lapwing.params import ParamSpace
@@ -27,6 +28,8 @@ from lapwing.priors import PriorGroups
 from lapwing.training import adam
 
 METHODS = tuple(method.value for method in TuningMethod)
+PLACES = tuple(place.value for place in TunedAt)
+TRACES = ("exact", "samples")
 logger = logging.getLogger("lapwing")
 
 
@@ -98,39 +101,73 @@ def starting_precision(
     return start.expand(sizes[structure]).clone()
 
 
-def check_options(method: str, noise: bool, counts: Iterable[float | int] | None) -> None:
+def check_options(
+    method: str,
+    noise: bool,
+    counts: Iterable[float | int] | None,
+    at: str = "trained",
+    train_loader: Iterable[Any] | None = None,
+    traces: str = "exact",
+) -> None:
     """Options that the chosen method would not read."""
     if noise and method in ("gridsearch", "pseudo_data"):
-        raise OptionError(f"optimize_sigma_noise=True with method={method!r}; expected 'marglik', 'adam' or 'mackay'.")
+        raise OptionError(f"optimize_sigma_noise=True with method={method!r}; expected 'marglik', 'adam' or 'em'.")
     if counts is not None and method != "pseudo_data":
         raise OptionError(f"counts were given for method={method!r}; expected 'pseudo_data'. Leave them out.")
+    if at == "linear_mode" and method not in ("marglik", "em", "mackay"):
+        raise OptionError(f"at='linear_mode' with method={method!r}; expected 'marglik' or 'em'.")
+    if at == "linear_mode" and train_loader is None:
+        raise OptionError(
+            "at='linear_mode' has no train_loader; expected the data of the fit, from which the mode is found."
+        )
+    if at == "trained" and train_loader is not None:
+        raise OptionError(
+            "train_loader was given with at='trained', which needs no data; expected at='linear_mode'. Leave it out; "
+            "held-out data are val_loader."
+        )
+    if traces == "samples" and method not in ("em", "mackay"):
+        raise OptionError(f"traces='samples' with method={method!r}; expected 'em'. Leave it out.")
 
 
 def check_scalar(structure: str, method: str) -> None:
     if choose(structure, [each.value for each in PriorStructure], "prior_structure") != "scalar":
         raise OptionError(
             f"prior_structure={structure!r} with method={method!r}, which searches one number; expected 'scalar'. "
-            "Use method='marglik' or 'mackay' for several precisions."
+            "Use method='marglik' or 'em' for several precisions."
         )
 
 
 def by_evidence(
-    search: Search, method: str, start: Float[Tensor, " groups"], noise: bool, n_steps: int, lr: float
-) -> tuple[Tensor, Tensor | None]:
-    """Precisions, searched from `start`, and the noise level where it was searched as well."""
+    search: Search,
+    at_mode: EvidenceAtMode | None,
+    method: str,
+    start: Float[Tensor, " groups"],
+    noise: bool,
+    n_steps: int,
+    lr: float,
+    samples: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tuned:
+    """What is found from `start`: at the trained weights, or jointly with the linear mode where `at_mode` is given.
+
+    `samples`: of the posterior, where gamma is to come from draws.
+    """
     if noise and not search.evidence.has_noise:
         raise OptionError("optimize_sigma_noise=True for a likelihood without a noise level; expected False.")
     hyper = search.hyper
     prior = prior_of(search.space, start, hyper.prior_mean.detach(), hyper.prior_groups)
-    arguments = search.evidence, prior, hyper.sigma_noise.detach()
-    shared = {"temperature": float(hyper.temperature.detach()), "fixed_noise": not noise}
-    if method == "mackay":
-        tuned = evidence.mackay(*arguments, **shared)
+    sigma, temperature = hyper.sigma_noise.detach(), float(hyper.temperature.detach())
+    shared = {"temperature": temperature, "fixed_noise": not noise}
+    where = at_mode or search.evidence
+    if method in ("em", "mackay"):
+        tuned = evidence.em(where, prior, sigma, samples=samples, generator=generator, **shared)
     elif method == "adam":
-        tuned = adam(*arguments, steps=n_steps, lr=lr, **shared)
+        tuned = adam(search.evidence, prior, sigma, steps=n_steps, lr=lr, **shared)
     else:
-        tuned = evidence.gradient(*arguments, rounds=n_steps, **shared)
-    return tuned.prior.precisions, tuned.sigma if noise else None
+        tuned = evidence.gradient(where, prior, sigma, rounds=n_steps, **shared)
+    if at_mode is None:
+        return tuned
+    return replace(tuned, mode=checked(at_mode.mode(tuned.prior, tuned.sigma, hyper.temperature.detach())))
 
 
 def by_validation(
