@@ -33,12 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose by place among the cases of a test, so that every worker, and every run, chooses the same.
 
-    scikit-learn's checks on read-only memory repeat others, and are slow.
+    Some of scikit-learn's checks repeat others, and are slow.
     """
     every, cases = config.getoption("shapes") == "all", Counter[str]()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if "readonly_memmap" in item.nodeid:
+        if "readonly_memmap" in item.nodeid or "check_regressor_data_not_an_array" in item.nodeid:
             item.add_marker(pytest.mark.slow)
         item.stash[SHAPES] = every or cases[test] < 2 or cases[test] % 16 == 0
         cases[test] += 1

@@ -69,7 +69,7 @@ class Dense:
             start += p.numel()
         index = torch.cat([torch.arange(*starts[name]) for name in la.space.names])
         if la.space.index is not None:
-            index = la.space.index
+            index = index[la.space.index]
         size = la.space.size
         return Dense(
             x,

@@ -84,6 +84,16 @@ def thinned(names: Iterable[str], every: int = 3) -> list[Any]:
     return [name if i % every == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(names)]
 
 
+def chequered(first: Iterable[str], second: Iterable[str]) -> list[Any]:
+    """All pairs, of which every other one is for `make slow`: each of either kind meets half of the other."""
+    others = list(second)
+    return [
+        pytest.param(a, b, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, a in enumerate(first)
+        for j, b in enumerate(others)
+    ]
+
+
 def call(model: nn.Module, x: Any) -> Tensor:
     """What a user would write for this input."""
     if getattr(model, "whole_input", False) or isinstance(x, Tensor):

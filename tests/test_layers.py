@@ -74,7 +74,7 @@ def test_full_diagonal_and_blocks(name: str) -> None:
             close(blocks.dense(), ggn * within)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", problems.thinned(problems.NAMES))
 def test_empirical(name: str) -> None:
     problem = problems.build(name)
     if problem.select is not None:
@@ -87,7 +87,7 @@ def test_empirical(name: str) -> None:
         close(diagonal.diagonal(), expected.diagonal())
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", problems.thinned(problems.NAMES))
 def test_batches_of_one_two_and_duplicates(name: str) -> None:
     """A batch of one, of two, and of a data point repeated: the same rows as in the batch."""
     problem = problems.build(name)

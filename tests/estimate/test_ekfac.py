@@ -88,7 +88,7 @@ def explicit(block: Kronecker, exact: Tensor, joint: bool) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", problems.thinned(NAMES))
 def test_never_further_from_the_exact_block_than_kfac_and_of_the_same_trace(name: str) -> None:
     """Of all matrices that are diagonal in the basis, the corrected one is the nearest; KFAC's is another."""
     problem = problems.build(name)

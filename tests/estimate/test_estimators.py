@@ -71,8 +71,7 @@ SPLIT = [
 # -- sums -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SPLIT)
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize(("kind", "name"), problems.chequered(ESTIMATORS, SPLIT))
 def test_any_split_of_the_data_gives_the_same_curvature(kind: str, name: str) -> None:
     problem = problems.build(name)
     if kind.startswith("hessian") and name not in ("mlp", "tied_embedding"):

@@ -79,8 +79,7 @@ def one(problem: problems.Problem, n: int = 0) -> list[tuple[Any, Tensor]]:
 # -- exact for one datum --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize(("name", "sharing"), problems.chequered(SUPPORTED, ["expand", "reduce"]))
 def test_equals_kflr_for_one_datum(name: str, sharing: str) -> None:
     """Claim C07, as the next one."""
     problem = problems.build(name)

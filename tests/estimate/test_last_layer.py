@@ -105,8 +105,7 @@ def predictions_agree(found: Curvature, expected: Curvature, tangent: FeatureTan
 # -- the general estimators -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(("kind", "name"), problems.chequered(PAIRS, HEADS))
 def test_closed_forms_are_the_general_estimators(kind: str, name: str) -> None:
     problem = problems.build(name)
     found, expected, tangent = same_curvature(kind, problem.model, problem.likelihood, problem.batches)
@@ -137,8 +136,7 @@ FAMILIES: dict[str, tuple[Likelihood, int, Callable[[], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(("kind", "family"), problems.chequered(PAIRS, FAMILIES))
 def test_every_family_of_likelihoods(kind: str, family: str) -> None:
     likelihood, outputs, targets = FAMILIES[family]
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()

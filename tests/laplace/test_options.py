@@ -544,7 +544,13 @@ def test_attach_hands_its_choices_on() -> None:
     model, x = mlp(), normal(30, 3)
     y = torch.sin(x[:, :2]) + 0.3 * normal(30, 2, seed=2)
     la = attach(
-        model, [(x, y)], "regression", structure="diag", subset_of_weights="last_layer", prior_structure="layerwise"
+        model,
+        [(x, y)],
+        "regression",
+        structure="diag",
+        subset_of_weights="last_layer",
+        prior_structure="layerwise",
+        rows=0,
     )
     assert (la.structure, la.space.names, len(la.prior_precision)) == ("diag", ("2.weight", "2.bias"), 2)
     logs = [la.prior_precision.log().requires_grad_(), la.sigma_noise.log().requires_grad_()]

@@ -44,7 +44,7 @@ def test_training_returns_a_fitted_posterior_and_rising_evidence(structure: str,
         [(x[:30], y[:30]), (x[30:], y[30:])],
         task,
         structure,
-        n_epochs=30,
+        n_epochs=15,
         n_hypersteps=5,
         optimizer_kwargs={"lr": 1e-2},
         generator=torch.Generator().manual_seed(0),
@@ -52,8 +52,8 @@ def test_training_returns_a_fitted_posterior_and_rising_evidence(structure: str,
     assert same is model
     assert isinstance(la, BaseLaplace)
     assert all(module.training for module in model.modules())
-    assert len(losses) == 30
-    assert len(negative) == 30 * 5
+    assert len(losses) == 15
+    assert len(negative) == 15 * 5
     assert negative[-1] < negative[0]
     assert len(la.prior_precision) == 4
     assert float(-la.log_marginal_likelihood()) <= negative[0]

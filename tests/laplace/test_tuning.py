@@ -145,6 +145,6 @@ def test_draws_are_scored_at_the_noise_level() -> None:
     best = float(precisions[closed.argmin()])
     ask = {"val_loader": [(x, y)], "log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 3}
     la.optimize_prior_precision(
-        method="gridsearch", pred_type="nn", n_samples=4000, generator=torch.Generator().manual_seed(0), **ask
+        method="gridsearch", pred_type="nn", n_samples=600, generator=torch.Generator().manual_seed(0), **ask
     )
     assert float(la.prior_precision) == pytest.approx(best)

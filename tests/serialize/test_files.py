@@ -353,9 +353,10 @@ def test_modes_and_links_are_kept(path: Path) -> None:
 
 
 WRITER = """
-import sys, torch
+import os, sys, time, torch
 from lapwing.serialize import write
-path, number = sys.argv[1], 0
+path, number, sync = sys.argv[1], 0, os.fsync
+os.fsync = lambda file: (time.sleep(0.02), sync(file))  # as on a slow disk: most kills come in the middle of a write
 print("ready", flush=True)
 while True:
     number += 1

@@ -28,7 +28,9 @@ def enlarged(x, batch: int):
     return map_tensors(grow, x)
 
 
-@pytest.mark.parametrize("name", [n for n in problems.NAMES if problems._OPTIONS[n].get("select") is None])
+@pytest.mark.parametrize(
+    "name", problems.thinned([n for n in problems.NAMES if problems._OPTIONS[n].get("select") is None], every=2)
+)
 def test_rows_of_a_large_batch(name: str) -> None:
     problem = problems.build(name)
     x = enlarged(problem.x, 13)
