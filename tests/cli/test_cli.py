@@ -23,7 +23,7 @@ from lapwing.cli.commands import app
 from lapwing.cli.console import Stages
 from lapwing.tables.bundle import Bundle
 
-SMALL = ["--epochs", "60", "--width", "8", "--depth", "1"]
+SMALL = ["--epochs", "30", "--width", "8", "--depth", "1"]
 
 
 def run(*arguments: str | Path) -> Any:
@@ -364,7 +364,7 @@ def test_labels_come_back_as_they_were_given_and_none_reaches_the_terminal_as_an
     frame = pd.DataFrame({"a": np.arange(80.0) % 4, "b": np.arange(80.0), "y": [labels[i % 4] for i in range(80)]})
     data, model, out = (tmp_path / name for name in ("t.csv", "t.lapwing", "p.csv"))
     frame.to_csv(data, index=False)
-    text = ok("fit", data, "--target", "y", "--out", model, *SMALL).stdout
+    text = ok("fit", data, "--target", "y", "--out", model, *SMALL, "--epochs", "60").stdout
     text += ok("inspect", model).stdout
     said = ok("predict", model, data, "--out", out, "--raw").stdout
     raw = pd.read_csv(out, dtype=str)["prediction"]
