@@ -272,12 +272,12 @@ def by_pseudo_data(
     """The thesis' (N, lambda): a precision, and the temperature that makes n_data points count as N.
 
     Without `counts` N goes from a thousandth of the data to ten times as many, in 17 steps. pred_type "nn", as in the
-    thesis, draws networks for one pair after the other, each time from the same random numbers.
+    thesis, and link "mc" draw outputs for one pair after the other, each time from the same random numbers.
     """
     values = grid.values(search.hyper.prior_precision)
     points = search.points
     numbers = torch.logspace(-3, 1, 17, dtype=torch.float64) * points if counts is None else list(counts)
-    if pred_type == "nn":
+    if pred_type == "nn" or link == "mc":
         _check_no_loss(loss)
         chosen = validation.check_counts(numbers, points).tolist()
         candidates = [(value, points / number) for number in chosen for value in values]
