@@ -1,4 +1,4 @@
-"""Settings of the whole suite: one thread, and no state that one test leaves to the next.
+"""Settings of the whole suite: one thread (or LAPWING_TEST_THREADS), and no state that one test leaves to the next.
 
 Shapes are checked because `pyproject.toml` passes `--jaxtyping-packages`, which instruments `lapwing` before this
 file is read. To check every call takes two fifths of the suite's time, and the hundredth case of a test meets the
@@ -11,6 +11,7 @@ before each test only because `torch.nn` initialises weights from it.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -18,7 +19,8 @@ import jaxtyping
 import pytest
 import torch
 
-torch.set_num_threads(1)  # tensors of a few entries: on two busy cores, two threads took four times as long
+# tensors of a few entries: on two busy cores, two threads took four times as long as one
+torch.set_num_threads(int(os.environ.get("LAPWING_TEST_THREADS", "1")))
 
 
 SHAPES = pytest.StashKey[bool]()
