@@ -215,7 +215,7 @@ def em(
     sampled = (
         None
         if samples is None
-        else Sampled(samples, torch.initial_seed() if generator is None else generator.initial_seed())
+        else SampledTraces(samples, torch.initial_seed() if generator is None else generator.initial_seed())
     )
     effective = Evidence.effective_parameters if sampled is None else sampled
     spared = SPARED
@@ -260,7 +260,7 @@ mackay = em
 
 
 @dataclass(eq=False)
-class Sampled:
+class SampledTraces:
     """gamma from draws of the posterior, of the same random numbers in every call; `error` is its relative error."""
 
     samples: int

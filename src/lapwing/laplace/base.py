@@ -29,7 +29,7 @@ from lapwing.evidence import Evidence, EvidenceAtMode, GaussianFit, LinearMode, 
 from lapwing.evidence.seen import Seen
 from lapwing.laplace import linear_modes, persistence, predictions, state, tuning
 from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
-from lapwing.laplace.data import Pairs, Sampled, Tracked
+from lapwing.laplace.data import FirstInputs, Pairs, Tracked
 from lapwing.laplace.fitted import Fitted
 from lapwing.laplace.hyper import (
     Groups,
@@ -552,7 +552,7 @@ class BaseLaplace:
             self._check_weights(whole=True)
         if progress_bar:
             train_loader = Tracked(train_loader, "curvature")
-        sampled = Sampled(self._data(Pairs(train_loader, self.dict_key_y, self._whole.device)))
+        sampled = FirstInputs(self._data(Pairs(train_loader, self.dict_key_y, self._whole.device)))
         pairs, tangent = self._tangent_for(sampled)
         seen = Seen(self.has_noise)
         if checkpoint is None:

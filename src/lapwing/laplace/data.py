@@ -57,7 +57,7 @@ class Tracked(Wrapped):
 
 
 @dataclass
-class Sampled(Wrapped):
+class FirstInputs(Wrapped):
     """Batches, of the first of which a few inputs are kept: what the operations of the network can be seen at again."""
 
     batches: Iterable[Any]
