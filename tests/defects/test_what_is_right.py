@@ -94,7 +94,7 @@ def test_the_sigma_that_adam_finds_is_the_best_of_a_fine_grid() -> None:
         (-la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())).backward()
         optimizer.step()
     prior = log_prior.detach().exp()
-    grid = log_sigma.detach() + torch.linspace(-0.2, 0.2, 81)
+    grid = log_sigma.detach() + torch.linspace(-1, 1, 401)
     scores = torch.stack([la.log_marginal_likelihood(prior, each.exp()).detach() for each in grid])
     assert abs(float(grid[scores.argmax()] - log_sigma.detach())) <= 0.005 + 1e-9
 

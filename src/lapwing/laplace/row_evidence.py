@@ -49,7 +49,7 @@ def tune_by_rows(
 ) -> str:
     """Sets prior precision, noise level and temperature of a fitted `la`; says what was done."""
     count = min(la.n_data, max(1, rows // la.n_outputs))
-    some = list(Pairs(loader, la.dict_key_y, la.space.device))
+    some: Iterable[Any] = Pairs(loader, la.dict_key_y, la.space.device)
     if count < la.n_data:
         some = estimate.subset(some, count, generator)
     start = {"sigma_noise": la.sigma_noise.detach(), "prior_mean": la.prior_mean, "temperature": la.temperature}

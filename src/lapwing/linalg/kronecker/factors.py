@@ -176,7 +176,7 @@ def joint_prior(deltas: Sequence[Tensor], last: Float[Tensor, "groups width"]) -
     return deltas[0] + (deltas[1] - deltas[0]) * last.square().unsqueeze(1)
 
 
-def factored_eigenvalues(row_values: Tensor, col_values: Tensor, delta: Tensor, plain: bool = False) -> Tensor:
+def factored_eigenvalues(row_values: Tensor, col_values: Tensor, delta: Tensor, plain: bool) -> Tensor:
     """Eigenvalues of (A + w sqrt(d) I) (x) (G + sqrt(d) / w I), w = sqrt(tr A dim G / (tr G dim A)); 1 if `plain`."""
     if plain:
         return (row_values + delta.sqrt())[:, :, None] * (col_values + delta.sqrt())[:, None, :]
