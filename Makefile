@@ -51,7 +51,7 @@ test: $(stamp) ## tests and doctests, warnings are errors; without those marked 
 
 lowest: ## tests with the lowest versions that pyproject.toml claims, in a venv of their own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check setuptools
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77"
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt --no-build-isolation -e ".[test]"
 	$(LOWEST)/bin/python -m pytest -n $(WORKERS) -m "not slow"
 
