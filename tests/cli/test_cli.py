@@ -84,7 +84,7 @@ def test_fit_for_machines(folder: Path, tmp_path: Path) -> None:
     found = as_json(ok(*arguments, "--seed", "3"))
     assert found["task"] == "classification"
     assert found["model"] == str(out)
-    assert [row["method"] for row in found["summary"]["rows"]] == ["MAP", "Laplace"]
+    assert [row["method"] for row in found["summary"]["rows"]] == ["MAP", "MAP, scaled", "Laplace"]
     assert found["seconds"] > 0
     before = as_json(ok("inspect", folder / "flats.lapwing", "--json"))  # of the same table and seed
     scores = [[{**row, "seconds": 0} for row in each["summary"]["rows"]] for each in (found, before)]

@@ -372,7 +372,7 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path) -> None:
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        time.sleep(0.05 + 0.0137 * (round_ % 7))
+        time.sleep(0.05 + 0.0137 * (round_ % 7) + 0.03 * round_)  # on a busy machine the first write takes longer
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
@@ -380,7 +380,7 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path) -> None:
         numbers.append(metadata["number"])
         assert all(torch.equal(value, torch.full((200_000,), float(numbers[-1]))) for value in found.values())
         partial += len(list(tmp_path.glob(f"*{files.PARTIAL}")))
-        if partial and round_ >= 3:
+        if partial and any(numbers) and round_ >= 3:
             break
     assert any(numbers), "the writer has written"
     assert partial, "no kill hit the middle of a write: the test shows nothing"

@@ -152,13 +152,13 @@ def notes(lines: Sequence[str], title: str = "Notes") -> list[Text]:
 
 
 def comparison(summary: Any) -> Table:
-    """MAP against Laplace, a line for each score; the better one stands out."""
+    """MAP against Laplace, a line for each score; the best one stands out."""
     counts = summary.rows_used.get("test", 0)
     table = Table(title=f"On {counts:,} rows that were held out", title_justify="left", title_style="bold", box=ROUNDED)
     table.add_column("")
-    for column in ("MAP", "Laplace", "wanted"):
-        table.add_column(column, justify="left" if column == "wanted" else "right")
-    network, laplace = summary.rows
+    for row in summary.rows:
+        table.add_column(row.method, justify="right")
+    table.add_column("wanted")
     lines = [("Negative log-likelihood", "nll", "low")]
     lines += [("Root mean squared error", "rmse", "low")] if summary.task == "regression" else []
     lines += [("Accuracy", "accuracy", "high")] if summary.task == "classification" else []
@@ -167,8 +167,8 @@ def comparison(summary: Any) -> Table:
     lines += [(f"Coverage of the {n}% {kind}", f"coverage_{n}", n / 100) for n in (50, 90, 95)]
     lines += [(f"  the same, conformal {n}%", f"conformal_{n}", n / 100) for n in (90, 95)]
     for name, field, goal in lines:
-        table.add_row(name, *_scores(getattr(network, field), getattr(laplace, field), goal, field), _wanted(goal))
-    table.add_row("Seconds to predict them", f"{network.seconds:.3f}", f"{laplace.seconds:.3f}", "")
+        table.add_row(name, *_scores([getattr(row, field) for row in summary.rows], goal, field), _wanted(goal))
+    table.add_row("Seconds to predict them", *(f"{row.seconds:.3f}" for row in summary.rows), "")
     return table
 
 
@@ -176,10 +176,11 @@ def _wanted(goal: str | float) -> str:
     return f"{goal:.0%}" if isinstance(goal, float) else str(goal)
 
 
-def _scores(network: float | None, laplace: float | None, goal: str | float, field: str) -> list[Text]:
-    if network is None or laplace is None:
-        return [Text("too few rows", style="dim"), Text("too few rows", style="dim")]
+def _scores(values: Sequence[float | None], goal: str | float, field: str) -> list[Text]:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return [Text("too few rows", style="dim")] * len(values)
     percent = isinstance(goal, float) or field in ("accuracy", "ece")
-    shown = [f"{value:.1%}" if percent else f"{value:.4g}" for value in (network, laplace)]
-    best = better((network, laplace), shown, goal)
+    shown = [f"{value:.1%}" if percent else f"{value:.4g}" for value in known]
+    best = better(known, shown, goal)
     return [Text(text, style="bold green" if number == best else "") for number, text in enumerate(shown)]

@@ -171,7 +171,7 @@ def _same_rows(bundle: Bundle, held: Held) -> bool:
     """Whether these are the rows that the fit tested on. The score alone would not tell: similar rows have the same."""
     if sha256(held.x) != bundle.tested:
         return False
-    now, stored = score(bundle, held.x, held.y)[1].nll, bundle.summary.rows[1].nll
+    now, stored = score(bundle, held.x, held.y)[-1].nll, bundle.summary.rows[-1].nll
     return abs(now - stored) <= 1e-5 * (1 + abs(stored))
 
 

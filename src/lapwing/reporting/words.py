@@ -21,15 +21,17 @@ def number(value: float) -> str:
 
 
 def better(values: Sequence[float], shown: Sequence[str], goal: str | float) -> int | None:
-    """Which of two values is the better one, 0 or 1; None where they are shown alike. `goal`: "low", "high", a number.
+    """Which value is the best one; None where another is shown alike. `goal`: "low", "high", or a number.
 
     >>> better((0.85, 0.97), ("85%", "97%"), 0.9), better((0.851, 0.853), ("85%", "85%"), "high")
     (0, None)
+    >>> better((0.3, 0.1, 0.2), ("0.3", "0.1", "0.2"), "low")
+    1
     """
-    if shown[0] == shown[1]:
-        return None
-    first, second = (abs(v - goal) if isinstance(goal, float) else -v if goal == "high" else v for v in values)
-    return 0 if first < second else 1 if second < first else None
+    away = [abs(v - goal) if isinstance(goal, float) else -v if goal == "high" else v for v in values]
+    best = min(range(len(away)), key=away.__getitem__)
+    alike = away.count(away[best]) > 1 or shown.count(shown[best]) > 1
+    return None if alike else best
 
 
 def headline(figures: Figures) -> list[str]:

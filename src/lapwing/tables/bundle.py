@@ -50,6 +50,7 @@ from lapwing.tables.reading import Frame, Table, find_column, open_table, pd
 from lapwing.tables.restoring import restored
 from lapwing.tables.scoring import Row, Summary
 from lapwing.tables.targets import CLASSES, Target, present
+from lapwing.tables.temperature import Scaled
 
 KIND, VERSION = "table", 1
 NUMBERS_OF = {"number": 1, "boolean": 1, "date": 3, "category": 0, "left out": 0}
@@ -100,6 +101,8 @@ class Bundle:
     """Of the split into rows to learn from, to calibrate and to test with."""
     tested: str = ""
     """sha256 of the inputs of the rows to test with, by which a report knows them; empty in files from before."""
+    scaled: Scaled | None = None
+    """The network alone with a temperature, for classes; None for amounts, and in files from before."""
 
     @property
     def task(self) -> str:
@@ -282,6 +285,8 @@ class Bundle:
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"laplace.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
         tensors |= {"conformal": self.conformal.scores, "conformal_map": self.conformal_map.scores}
+        if self.scaled is not None:
+            tensors["conformal_scaled"] = self.scaled.conformal.scores
         write(
             path,
             tensors,
@@ -297,6 +302,7 @@ class Bundle:
                 "notes": list(self.notes),
                 "seed": self.seed,
                 "tested": self.tested,
+                "temperature_map": None if self.scaled is None else self.scaled.temperature,
             },
         )
 
@@ -329,10 +335,14 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
     _check_sizes(encoder, target, spec)
     if type(seed) is not int or seed < 0:
         raise StorageError(f"the seed is {seed!r:.40}; expected a whole number >= 0.")
-    if ood.rows < 1 or len(summary.rows) != 2 or not all(isinstance(note, str) for note in notes):
+    scaled, level = None, stored.get("temperature_map")
+    if level is not None:
+        scaled = Scaled(float(level), Conformal(tensors["conformal_scaled"]))
+    methods = 2 if scaled is None else 3
+    if ood.rows < 1 or len(summary.rows) != methods or not all(isinstance(note, str) for note in notes):
         raise StorageError(
             f"the flag is of {ood.rows} rows, the scores are of {len(summary.rows)} methods, or a note is not text; "
-            "expected at least one row, two methods, and text."
+            f"expected at least one row, {methods} methods, and text."
         )
     state = {**stored["laplace"], **_under("laplace.", tensors)}
     model, laplace = restored(spec, target.task, _under("model.", tensors), state)
@@ -349,6 +359,7 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
         notes=tuple(notes),
         seed=seed,
         tested=str(stored.get("tested", "")),
+        scaled=scaled,
     )
 
 
@@ -379,8 +390,11 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def score(bundle: Bundle, x: Float[Tensor, "rows inputs"], y: Tensor) -> tuple[Row, Row]:
-    """MAP and Laplace on rows with targets: amounts in their unit, or class numbers."""
+def score(bundle: Bundle, x: Float[Tensor, "rows inputs"], y: Tensor) -> tuple[Row, ...]:
+    """MAP and Laplace, which is last, on rows with targets: amounts in their unit, or class numbers.
+
+    Between them MAP with a temperature, for classes.
+    """
     start = perf_counter()
     with torch.no_grad():
         for part in x.split(4096):
@@ -393,7 +407,8 @@ def score(bundle: Bundle, x: Float[Tensor, "rows inputs"], y: Tensor) -> tuple[R
             scoring.score_amounts("MAP", bundle.amounts_map(raw), y, bundle.conformal_map, taken[0]),
             scoring.score_amounts("Laplace", bundle.amounts(raw), y, bundle.conformal, taken[1]),
         )
-    return (
-        scoring.score_classes("MAP", raw.plain, y, bundle.conformal_map, taken[0]),
-        scoring.score_classes("Laplace", bundle.probabilities(raw), y, bundle.conformal, taken[1]),
-    )
+    methods = [("MAP", raw.plain, bundle.conformal_map, taken[0])]
+    if bundle.scaled is not None:
+        methods.append(("MAP, scaled", bundle.scaled.probabilities(raw.value), bundle.scaled.conformal, taken[0]))
+    methods.append(("Laplace", bundle.probabilities(raw), bundle.conformal, taken[1]))
+    return tuple(scoring.score_classes(name, p, y, conformal, seconds) for name, p, conformal, seconds in methods)

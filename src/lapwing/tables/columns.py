@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ LARGEST = 1e100
 TRUTH = ({"true": 1.0, "false": 0.0}, {"yes": 1.0, "no": 0.0}, {"y": 1.0, "n": 0.0}, {"t": 1.0, "f": 0.0})
 TIMES = ("", " %H:%M", " %H:%M:%S")
 FORMATS = ("ISO8601", *(day + time for day in ("%Y/%m/%d", "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y") for time in TIMES))
+NEAR = 1677, 2262
+"""Years between which nanoseconds since 1970 fit into 64 bits."""
 BLANK = {"", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "<NA>", "#N/A", *MISSING}
 THOUSANDS = r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?|[-+]?\d{1,3}(?:[ '\u00a0\u202f]\d{3})+(?:\.\d+)?"
 IDENTIFIERS = {"id", "index", "idx", "row", "rowid", "row id", "nr", "no", "number", "#", "key"}
@@ -114,7 +117,23 @@ def as_days(column: Series, form: str) -> np.ndarray:
     codes, different = pd.factorize(as_text(column))
     words = pd.Series(different, dtype=object)
     dates = _dates(words, form).fillna(_dates(words, "ISO8601"))  # which cannot be mistaken, however others are written
-    return np.append(_days(dates), np.nan)[codes]
+    days = _days(dates).copy()  # pandas may lend its own, which cannot be written to
+    for number in np.flatnonzero(np.isnan(days)):
+        days[number] = _far_day(str(words[number]), form)
+    return np.append(days, np.nan)[codes]
+
+
+def _far_day(word: str, form: str) -> float:
+    """Days to a date beyond the nanoseconds of 64 bits, which pandas before 3 takes for none; NaN for anything else."""
+    for read in (lambda: datetime.fromisoformat(word), lambda: datetime.strptime(word, form)):
+        try:
+            date = read()
+        except ValueError:
+            continue
+        if NEAR[0] < date.year < NEAR[1]:
+            return float("nan")
+        return (date.replace(tzinfo=date.tzinfo or UTC) - datetime(1970, 1, 1, tzinfo=UTC)) / timedelta(days=1)
+    return float("nan")
 
 
 def _days(dates: Series) -> np.ndarray:

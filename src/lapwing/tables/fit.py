@@ -44,6 +44,7 @@ from lapwing.tables.targets import (
     read_target,
     split,
 )
+from lapwing.tables.temperature import Scaled
 from lapwing.tables.training import check_noise, train
 
 NUMBERS = 2**27
@@ -137,13 +138,15 @@ def check_seed(seed: object) -> None:
 
 
 def calibrated(bundle: Bundle, x: Tensor, y: Tensor) -> Bundle:
-    """The bundle with conformal scores and the threshold of the flag from rows that were held out."""
+    """The bundle with conformal scores, the threshold of the flag, and a temperature of the network alone for classes,
+    from rows that were held out."""
     raw = bundle.raw(x)
     if bundle.task == "regression":
         both = bundle.amounts_map(raw), bundle.amounts(raw)
         plain, scores = (amount_scores(amounts.mean, amounts.deviation, y) for amounts in both)
     else:
         plain, scores = class_scores(raw.plain, y), class_scores(bundle.probabilities(raw), y)
+        bundle = replace(bundle, scaled=Scaled.of(raw.value, y))
     known = bundle.familiarity(raw)
     # rows that are flagged anyway do not say where the flag should go up for others
     ood = Unfamiliar.of(known if bool(raw.strange.all()) else known[~raw.strange])
