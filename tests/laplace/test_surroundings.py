@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import re
 import warnings
 from collections.abc import Callable
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from lapwing import Laplace
 from lapwing.errors import DataError, ModelError
+from lapwing.tangent.quiet import quiet
 
 
 def model() -> nn.Module:
@@ -113,3 +116,18 @@ def test_parameters_of_inference_mode_are_refused_and_a_copy_is_taken() -> None:
     la = Laplace(copy.deepcopy(made), "classification", subset_of_weights="all")
     la.fit([(x, y)])
     assert torch.allclose(la(x).sum(-1), torch.ones(8))
+
+
+def test_filters_of_warnings_can_be_taken_along_by_others() -> None:
+    """scikit-learn copies them into its workers by their patterns, and processes get them pickled."""
+    Parallel, delayed = (
+        getattr(pytest.importorskip("sklearn.utils.parallel"), name) for name in ("Parallel", "delayed")
+    )
+    with quiet():
+        ours = [each for each in warnings.filters if type(each[1]).__module__.startswith("lapwing")]
+    assert ours, "the filter that stays"
+    assert Parallel(n_jobs=1)(delayed(abs)(number) for number in (-1, 2)) == [1, 2]
+    (copied,) = pickle.loads(pickle.dumps(ours))
+    for text in ("There is a performance drop", "", "anything"):
+        assert copied[1].match(text) is None
+        assert re.compile(ours[0][1].pattern, ours[0][1].flags).match(text) is None

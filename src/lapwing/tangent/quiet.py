@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
+from typing import Any
+
+NOTHING = "(?!)"
+"""A pattern that nothing matches."""
 
 
 class _Here(threading.local):
-    """Matches like a compiled pattern, in a thread that is inside `quiet`, and nothing elsewhere."""
+    """Matches like a compiled pattern, in a thread that is inside `quiet`, and nothing elsewhere.
+
+    Filters are read by others: scikit-learn takes their patterns along into its workers, and some are pickled. What
+    they find is a pattern that matches nothing.
+    """
 
     inside = False
+    pattern, flags = NOTHING, re.UNICODE.value
 
     def match(self, text: str) -> bool:
         return self.inside and text.startswith("There is a performance drop")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return re.compile, (self.pattern,)
 
 
 _HERE = _Here()
