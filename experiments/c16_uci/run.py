@@ -83,7 +83,7 @@ def standardised(table: NDArray[Any], by: NDArray[Any]) -> Tensor:
 
 
 def trained(split: Split, seed: int, precision: float, config: dict[str, Any]) -> tuple[float, BaseLaplace]:
-    """Training near the mode and MacKay's updates in turn, until the evidence falls; the posterior where it was best."""
+    """Training near the mode and MacKay's updates in turn until the evidence falls; the posterior where it was best."""
     torch.manual_seed(seed)
     x, y, sigma = split.x, split.y, config["start_sigma"]
     width = config["hidden"]
@@ -246,7 +246,7 @@ NAMES = {"ensemble": "ensemble", "mfvi": "variational", "dropout": "dropout", "s
 
 
 def draw(experiment: Experiment, ours: Figures) -> None:
-    sets = list(ours["standard"])
+    sets = [*CONTEXT, "naval"]
     figure, rows = plt.subplots(2, len(sets), figsize=(3.1 * len(sets), 7.6), squeeze=False)
     for row, kind in zip(rows, KINDS, strict=True):
         for axes, name in zip(row, sets, strict=True):
@@ -270,10 +270,10 @@ def panel(axes: Axes, found: Mapping[str, Any], context: dict[str, tuple[float, 
         values = np.array(found["by_split"][method])
         across = at + np.linspace(-0.22, 0.22, len(values))
         axes.plot(across, values, "o", color=COLOURS[colour], markersize=3.5, alpha=0.55, mew=0, label=None)
-        axes.plot([at - 0.33, at + 0.33], [values.mean()] * 2, color=COLOURS[colour], lw=2.4)
+        axes.plot([at - 0.33, at + 0.33], [values.mean()] * 2, color=COLOURS[colour], lw=1.8)
         lowest = min(lowest, float(values.min()))
     axes.plot([], [], "o", color=COLOURS["data"], markersize=3.5, label="a split")
-    axes.plot([], [], color=COLOURS["data"], lw=2.4, label="mean over splits")
+    axes.plot([], [], color=COLOURS["data"], lw=1.8, label="mean over splits")
     axes.axhline(found["constant"]["mean"], ls=":", lw=1.2, color=COLOURS["exact"], label="constant prediction")
     labels = [label for label, _ in COLUMNS.values()]
     for method, figures in context.items():
@@ -290,6 +290,7 @@ def panel(axes: Axes, found: Mapping[str, Any], context: dict[str, tuple[float, 
     axes.set_xlim(-0.6, len(labels) - 0.4)
     if lowest < -40:
         axes.set_yscale("symlog", linthresh=10)
+        axes.set_ylim(3 * lowest, 20)
         axes.grid(axis="y", alpha=0.25)
 
 
