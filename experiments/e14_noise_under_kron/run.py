@@ -181,7 +181,6 @@ def draw(experiment: Experiment, ours: Figures) -> None:
         top.axhline(LEVEL, color="0.5", lw=1, ls=":")
         bottom.axhspan(*SIGMA, color="0.9", zorder=0, label="0.08 to 0.13")
         bottom.axhline(experiment.config["noise"], color="0.5", lw=1, ls=":", label="true noise")
-        bottom.set_yscale("log")
         bottom.set_xticks(range(len(METHODS)), [label for label, _ in METHODS.values()], rotation=25, ha="right")
         top.set_title(f"{name}, {next(k['rows'] for k in experiment.config['kinds'] if k['name'] == name):,} rows")
     rows[0, 0].set_ylabel("share of new rows in 90 % intervals")
