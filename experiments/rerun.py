@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def scripts(asked: list[str], root: Path) -> list[list[str]]:
     """Commands, as paths from `root` and arguments; a name stands for the experiments that begin with it."""
     every = sorted(path.relative_to(root).as_posix() for path in (root / "experiments").glob("*/run.py"))
-    commands = []
-    for name in asked or ["c"]:
+    commands = [] if asked else [[each] for each in every]
+    for name in asked:
         script, *arguments = shlex.split(name)
         found = (
             [script] if script.endswith(".py") else [each for each in every if each.split("/")[1].startswith(script)]

@@ -111,6 +111,18 @@ def test_rerun_copies_what_a_good_run_wrote(tree: Path, tmp_path_factory: Any, m
     assert rerun.written(tree) == []
 
 
+def test_rerun_without_names_means_every_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rerun = module("experiments/rerun.py", monkeypatch)
+    runs = [f"experiments/{name}/run.py" for name in ("c00_first", "e01_second")]
+    for each in runs:
+        (tmp_path / each).parent.mkdir(parents=True)
+        (tmp_path / each).write_text("")
+    assert rerun.scripts([], tmp_path) == [[each] for each in runs]
+    assert rerun.scripts(["e01"], tmp_path) == [[runs[1]]]
+    with pytest.raises(SystemExit, match="'d' is no experiment"):
+        rerun.scripts(["d"], tmp_path)
+
+
 # -- words and figures ------------------------------------------------------------------------------------------------
 
 
