@@ -82,7 +82,7 @@ def picture(by_seed: dict[str, Any]) -> Figure:
                 if method in SOURCE:
                     label = "source (all of CIFAR10)" if column == 0 else None
                     axis.plot(column, SOURCE[method][key], "D", color="black", mfc="none", label=label)
-            axis.set_xticks(range(len(methods)), list(methods.values()))
+            axis.set_xticks(range(len(methods)), list(methods.values()), fontsize=9)
             axis.set_xlim(-0.5, len(methods) - 0.5)
             axis.set(title=f"{title}, {epochs} epochs", ylabel=title)
             axis.grid(axis="y", alpha=0.3)
