@@ -135,7 +135,7 @@ def by_grid(kind: str, data: str, x: Tensor, y: Tensor, config: dict[str, Any]) 
     """The network of the weight decay with the best validation likelihood, trained again on all images."""
     part = len(x) - config["validation"]
     found, best = [], (inf, 0.0, 1.0)
-    for precision in config["grid"]:
+    for precision in config["grid"][kind]:
         model = initial(kind, data, config)
         plain(model, shuffled(x[:part], y[:part], config), precision, config["epochs"], config)
         logits = outputs(model, x[part:])
