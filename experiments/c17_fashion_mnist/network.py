@@ -13,22 +13,34 @@ MEAN, DEVIATION = 0.2860, 0.3530  # of Fashion-MNIST's training pixels
 
 
 class Normalise(nn.Module):
-    """Pixels in [0, 1] to zero mean and unit deviation over Fashion-MNIST; the same for images of any other kind."""
+    """Pixels in [0, 1] to zero mean and unit deviation over the training pixels; the same for images of other kinds."""
+
+    def __init__(self, mean: float, deviation: float) -> None:
+        super().__init__()
+        self.mean, self.deviation = mean, deviation
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - MEAN) / DEVIATION
+        return (x - self.mean) / self.deviation
 
 
-def network(channels: list[int], hidden: list[int]) -> nn.Sequential:
-    """[B, 1, 28, 28] -> [B, 10]."""
+def network(
+    channels: list[int],
+    hidden: list[int],
+    colours: int = 1,
+    side: int = 28,
+    mean: float = MEAN,
+    deviation: float = DEVIATION,
+) -> nn.Sequential:
+    """[B, colours, side, side] -> [B, 10]."""
     a, b, c = channels
     d, e = hidden
+    left = (((side - 4) // 2 - 2) // 2 // 2) ** 2  # pixels after the last pooling
     return nn.Sequential(
-        Normalise(),
-        *(nn.Conv2d(1, a, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        Normalise(mean, deviation),
+        *(nn.Conv2d(colours, a, 5), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(a, b, 3), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(b, c, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(4 * c, d), nn.ReLU(), nn.Linear(d, e), nn.ReLU(), nn.Linear(e, 10)),
+        *(nn.Linear(left * c, d), nn.ReLU(), nn.Linear(d, e), nn.ReLU(), nn.Linear(e, 10)),
     )
 
 

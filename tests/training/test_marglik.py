@@ -22,7 +22,7 @@ from lapwing.linalg import Curvature, Diagonal
 from lapwing.params import ParamSpace
 from lapwing.priors import Prior
 from lapwing.tangent import Tangent
-from lapwing.training import Epoch, Hyper, adam, train
+from lapwing.training import Epoch, EvidenceTuner, Hyper, adam, train
 
 N, D = 40, 3
 NEWTON = {"max_iter": 50, "line_search_fn": "strong_wolfe", "tolerance_grad": 1e-11, "tolerance_change": 0.0}
@@ -187,6 +187,36 @@ def test_a_step_follows_the_gradient_at_unit_noise(sigma: float, temperature: fl
     residual = design(x) @ start - y[:, 0]
     slope = (design(x).mT @ residual + temperature * sigma**2 * 2.0 * start) / N
     torch.testing.assert_close(ParamSpace.of(model).values(model), start - 0.1 * slope, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("structure", ["isotropic", "per_tensor", "diagonal"])
+@pytest.mark.parametrize("mean", [0.3, "each"])
+def test_the_priors_part_and_its_gradient_are_those_of_the_flat_vector(structure: str, mean: Any) -> None:
+    x, y = linear_data()
+    model = nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    space = ParamSpace.of(model)
+    about = torch.linspace(-1, 1, space.size, dtype=torch.float64) if mean == "each" else mean
+    count = {"isotropic": 1, "per_tensor": 4, "diagonal": space.size}[structure]
+    prior = getattr(Prior, structure)(space, torch.linspace(0.5, 2, count, dtype=torch.float64), about)
+    objective = EvidenceTuner(model, [(x, y)], Gaussian(), prior=prior, estimator=estimate.diagonal).objective
+    found = objective.penalty(prior)
+    expected = prior.scatter(space.ravel(dict(model.named_parameters()))) / (2 * N)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    parameters = list(model.parameters())
+    slopes = zip(torch.autograd.grad(3 * found, parameters), torch.autograd.grad(3 * expected, parameters), strict=True)
+    for ours, flat in slopes:
+        torch.testing.assert_close(ours, flat, rtol=1e-12, atol=1e-15)
+
+
+def test_batches_do_not_gather_precisions_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = linear_data()
+    objective = EvidenceTuner(nn.Linear(D, 1).double(), [(x, y)], Gaussian()).objective
+    prior = Prior.per_tensor(objective.tangent.space, 2.0)
+    gradient = objective.under(prior, 1.0)
+    expected = gradient(x, y)
+    for name in ("precision", "sums", "scatter"):
+        monkeypatch.delattr(Prior, name)
+    assert gradient(x, y) == expected
 
 
 # -- steps on the evidence ------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lapwing.errors import DataError
 from lapwing.estimate.data_pass import no_batch, pairs
@@ -30,6 +31,24 @@ from lapwing.training.loop import Gradient
 
 Estimator = Callable[..., Curvature]
 """(tangent, likelihood, batches, generator=...) -> Curvature: any function of `lapwing.estimate`."""
+
+
+class _Quadratic(torch.autograd.Function):
+    """1/2 sum precision (theta - mean)^2 over several tensors, with its gradient from the same pass."""
+
+    @staticmethod
+    def forward(ctx: Any, precisions: list[Tensor], means: list[Tensor], *tensors: Tensor) -> Tensor:
+        away = [each.to(mean.dtype) - mean for each, mean in zip(tensors, means, strict=True)]
+        ctx.pulls = [precision * each for precision, each in zip(precisions, away, strict=True)]
+        ctx.dtypes = [each.dtype for each in tensors]
+        pairs = zip(ctx.pulls, away, strict=True)
+        return torch.stack([torch.dot(pull.flatten(), each.flatten()) for pull, each in pairs]).sum() / 2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        pulls = zip(ctx.pulls, ctx.dtypes, strict=True)
+        return None, None, *((grads[0] * pull).to(dtype) for pull, dtype in pulls)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +71,12 @@ class Objective:
     def under(self, prior: Prior, sigma: float) -> Gradient:
         """Losses and gradients of batches. The gradient is scaled by T sigma^2; the loss that is returned is not."""
         likelihood, scale = self.at(sigma), self.temperature * sigma**2
+        penalty = self.penalty_under(prior)
 
         def gradient(x: Any, y: Any) -> tuple[float, float]:
             f = call(self.tangent.model, x)
             likelihood.check(f, y)
-            loss = self.loss(likelihood, f, y, batch_size(x)) + self.penalty(prior)
+            loss = self.loss(likelihood, f, y, batch_size(x)) + penalty()
             value = float(loss.detach())
             if not isfinite(value):
                 raise DataError(
@@ -73,7 +93,19 @@ class Objective:
 
     def penalty(self, prior: Prior) -> Float[Tensor, ""]:
         """1/2 (theta - mean)^T prior (theta - mean) per data point, at the present weights."""
-        return prior.scatter(self.tangent.space.ravel(self.tangent.parameters)) / (2 * self.points)
+        return self.penalty_under(prior)()
+
+    def penalty_under(self, prior: Prior) -> Callable[[], Float[Tensor, ""]]:
+        """`penalty` for many batches: precisions are given to the tensors once, and no batch gathers them by group."""
+        space, parameters = self.tangent.space, self.tangent.parameters
+        tensors = [parameters[name] for name in space.names]
+
+        def parts(values: Tensor | float) -> list[Tensor]:
+            values = torch.as_tensor(values, dtype=space.dtype, device=space.device).detach()
+            return [values] * len(tensors) if values.dim() == 0 else list(space.unravel(values).values())
+
+        precisions, means = parts(prior.precision() / self.points), parts(prior.mean)
+        return lambda: cast(Tensor, _Quadratic.apply(precisions, means, *tensors))
 
     def check(self, batch: tuple[Any, Any], prior: Prior, generator: torch.Generator | None) -> None:
         """Refuses, before any step, a model that the estimator has no rule for or a prior that it cannot carry."""
