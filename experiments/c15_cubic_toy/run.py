@@ -1,8 +1,9 @@
 """C15: x^3 from 20 points with a 1-7-7-1 network; Laplace posteriors of three structures against HMC.
 
-The network itself at sampled weights (`pred_type="nn"`), with the posterior as it is, and with the pair (N, lambda) that
-20 validation points prefer (`method="pseudo_data"`), which the source calls regularised. Linearised predictions of the same
-posteriors are an extra. The HMC reference is hmc.json, made by hmc.py from the same data, network, prior and noise.
+The network itself at sampled weights (`pred_type="nn"`), with the posterior as it is, and with the pair (N, lambda)
+that 20 validation points prefer (`method="pseudo_data"`), which the source calls regularised. Linearised predictions of
+the same posteriors are an extra. The HMC reference is hmc.json, made by hmc.py from the same data, network, prior and
+noise.
 """
 
 from __future__ import annotations
