@@ -115,7 +115,7 @@ def scores(found: Pair, target: Pair, test: dict[str, Tensor], config: dict[str,
 
 
 def regularise(la: BaseLaplace, validation: Pair, config: dict[str, Any]) -> dict[str, Any]:
-    """(N, lambda) by the likelihood of the validation points under sampled networks; whether they are at an edge."""
+    """(N, lambda) by the likelihood of the validation points under sampled networks; whether at an edge of the grid."""
     low, high, size = config["log_counts"]
     counts = config["points"] * torch.logspace(low, high, size, dtype=DOUBLE)
     first, last, steps = config["log_precisions"]
@@ -131,7 +131,13 @@ def regularise(la: BaseLaplace, validation: Pair, config: dict[str, Any]) -> dic
         generator=torch.Generator().manual_seed(config["seed"]),
     )
     count, precision = config["points"] / float(la.temperature), float(la.prior_precision)
-    return {"N": count, "lambda": precision, "N_times_lambda": count * precision}
+    edges = float(counts.min()), float(counts.max()), 10.0**first, 10.0**last
+    return {
+        "N": count,
+        "lambda": precision,
+        "N_times_lambda": count * precision,
+        "at_edge": any(abs(each / edge - 1) < 1e-6 for each in (count, precision) for edge in edges),
+    }
 
 
 def study(config: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Pair], nn.Module]:
@@ -226,9 +232,9 @@ def picture(curves: dict[str, Pair], model: nn.Module, ours: Figures, config: di
         "kronecker": "Kronecker, sampled",
         "full": "full, sampled",
         "full_linearised": "full, linearised",
-        "diagonal_regularised": "diagonal, sampled [R]",
-        "kronecker_regularised": "Kronecker, sampled [R]",
-        "full_regularised": "full, sampled [R]",
+        "diagonal_regularised": "diagonal, regularised",
+        "kronecker_regularised": "Kronecker, regularised",
+        "full_regularised": "full, regularised",
     }
     x = column(grid(config))
     with torch.no_grad():
