@@ -104,8 +104,9 @@ def scored(all_of: list[BaseLaplace], places: dict[str, Pair], sigma: float) -> 
         deviations = [float(variance.sqrt().mean()) for _, variance in predictions]
         found[f"nll_{where}"] = sum(nll) / len(nll)
         found[f"deviation_{where}"] = sum(deviations) / len(deviations)
-    # 0 for a choice of dead units' weights, which have no deviation anywhere
-    found["data_over_gap"] = found["deviation_data"] / max(found["deviation_gap"], 1e-12)
+    # a choice of dead units' weights has no deviation anywhere, and a share of 0
+    both = found["deviation_gap"] + found["deviation_data"]
+    found["share_in_gap"] = found["deviation_gap"] / max(both, 1e-12)
     return found
 
 
@@ -158,7 +159,7 @@ def claims(activation: str, figures: Figures) -> dict[str, bool]:
         start = f"{activation}, deviation of the sub-network by the variance of {words}"
         held[f"{start}: more in the gap than the diagonal over all weights, and in proportion to that at the data"] = (
             found[name]["deviation_gap"] > found["diagonal"]["deviation_gap"]
-            and found[name]["data_over_gap"] < found["diagonal"]["data_over_gap"]
+            and found[name]["share_in_gap"] > found["diagonal"]["share_in_gap"]
         )
         held[f"{start}: more in the gap than weights chosen at random"] = (
             found[name]["deviation_gap"] > found["random"]["deviation_gap"]
