@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lapwing.errors import DataError
 from lapwing.estimate.data_pass import no_batch, pairs
@@ -31,24 +30,6 @@ from lapwing.training.loop import Gradient
 
 Estimator = Callable[..., Curvature]
 """(tangent, likelihood, batches, generator=...) -> Curvature: any function of `lapwing.estimate`."""
-
-
-class _Quadratic(torch.autograd.Function):
-    """1/2 sum precision (theta - mean)^2 over several tensors, with its gradient from the same pass."""
-
-    @staticmethod
-    def forward(ctx: Any, precisions: list[Tensor], means: list[Tensor], *tensors: Tensor) -> Tensor:
-        away = [each.to(mean.dtype) - mean for each, mean in zip(tensors, means, strict=True)]
-        ctx.pulls = [precision * each for precision, each in zip(precisions, away, strict=True)]
-        ctx.dtypes = [each.dtype for each in tensors]
-        pairs = zip(ctx.pulls, away, strict=True)
-        return torch.stack([torch.dot(pull.flatten(), each.flatten()) for pull, each in pairs]).sum() / 2
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        pulls = zip(ctx.pulls, ctx.dtypes, strict=True)
-        return None, None, *((grads[0] * pull).to(dtype) for pull, dtype in pulls)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +83,25 @@ class Objective:
 
         def parts(values: Tensor | float) -> list[Tensor]:
             values = torch.as_tensor(values, dtype=space.dtype, device=space.device).detach()
-            return [values] * len(tensors) if values.dim() == 0 else list(space.unravel(values).values())
+            if values.dim() == 0:
+                return [values] * len(tensors)
+            each = [part.flatten() for part in space.unravel(values).values()]
+            return [part[0] if len(part) and bool((part == part[0]).all()) else part for part in each]
 
         precisions, means = parts(prior.precision() / self.points), parts(prior.mean)
-        return lambda: cast(Tensor, _Quadratic.apply(precisions, means, *tensors))
+        shared = torch.stack([each if each.dim() == 0 else torch.ones_like(each[0]) for each in precisions])
+        own = [None if each.dim() == 0 else each for each in precisions]
+        centred = [mean.dim() == 0 and float(mean) == 0 for mean in means]
+
+        def penalty() -> Tensor:
+            squares = []
+            for tensor, precision, mean, at_zero in zip(tensors, own, means, centred, strict=True):
+                away = tensor.to(mean.dtype).flatten()
+                away = away if at_zero else away - mean
+                squares.append(torch.dot(away, away if precision is None else precision * away))
+            return torch.dot(shared, torch.stack(squares)) / 2
+
+        return penalty
 
     def check(self, batch: tuple[Any, Any], prior: Prior, generator: torch.Generator | None) -> None:
         """Refuses, before any step, a model that the estimator has no rule for or a prior that it cannot carry."""
