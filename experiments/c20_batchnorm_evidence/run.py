@@ -247,8 +247,8 @@ def one_seed(experiment: Experiment) -> tuple[Figures, Checks]:
 def main(experiment: Experiment) -> None:
     ours, held = experiment.over_seeds(one_seed)
     source = {
-        "claim": "the evidence consistently chose prior precisions that overestimated uncertainty; recommendation 1, the "
-        "evidence at the linear model's own optimum, improves error bars",
+        "claim": "the evidence consistently chose prior precisions that overestimated uncertainty; recommendation 1, "
+        "the evidence at the linear model's own optimum, improves error bars",
         "precisions": "pictures at 100, 10, 5, 1 and 0.1; the last has the largest evidence at the trained weights",
         "figures": "none beside the precisions of the pictures: the source does not name its data",
     }
