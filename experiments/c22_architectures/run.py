@@ -50,11 +50,11 @@ Pair = tuple[Tensor, Tensor]
 
 
 def images(config: dict[str, Any]) -> tuple[Pair, Pair, Pair]:
-    """Images [N, 1, 14, 14] and labels [N] for training, validation and test, drawn anew for every seed."""
+    """Images [N, 1, 14, 14] and labels [N] for training, validation and test, drawn from a pool for every seed."""
     generator = torch.Generator().manual_seed(config["seed"])
 
     def drawn(split: str, rows: int) -> Pair:
-        x, y = idx_images("mnist", split)
+        x, y = idx_images("mnist", split, config["pool"])
         chosen = torch.randperm(len(x), generator=generator)[:rows]
         return (avg_pool2d(x[chosen], 2) - MEAN) / DEVIATION, y[chosen]
 
@@ -197,8 +197,8 @@ def picture(seeds: dict[str, Any]) -> Figure:
     """NLL of the four rules, and of MAP, for every network; the source's table below."""
     titles = {"transformer": "Transformer", "cnn": "CNN", "resnet": "ResNet", "fixup": "Fixup ResNet"}
     rows = {
-        "trained_single": (r"$\tilde{\theta}$, single", COLOURS["sampled"], ""),
-        "trained_several": (r"$\tilde{\theta}$, several", COLOURS["sampled"], "//"),
+        "trained_single": ("trained, single", COLOURS["sampled"], ""),
+        "trained_several": ("trained, several", COLOURS["sampled"], "//"),
         "mode_single": (r"$\theta_*$, single", COLOURS["laplace"], ""),
         "mode_several": (r"$\theta_*$, several", COLOURS["laplace"], "//"),
         "map": ("MAP", COLOURS["map"], ""),
