@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import linearised
 from lapwing import estimate
 from lapwing.errors import CurvatureError, LapwingWarning, OptionError
-from lapwing.evidence import EvidenceAtMode, GaussianFit, LinearisedData, em, gradient, mackay
+from lapwing.evidence import EvidenceAtMode, GaussianFit, LinearisedData, em, gradient, linear_mode, mackay
 from lapwing.laplace import BaseLaplace, Laplace
 from lapwing.priors import Prior
 from linearised import DOUBLE, Dense
@@ -107,6 +107,28 @@ def test_a_search_that_runs_out_of_passes_ends_and_says_so() -> None:
     assert mode.passes <= 5
     assert not mode.converged
     assert bool(torch.isfinite(la.prior_precision).all())
+
+
+def test_steps_far_from_the_mode_are_not_worth_a_close_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newton's method then finds the same theta* in fewer passes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 30, bias=False), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 3)).double()
+    x, y = torch.randn(60, 4, dtype=DOUBLE), torch.arange(60) % 3
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    la = Laplace(model, "classification", "all", "kron")
+    la.fit([(x, y)])
+    found = {}
+    for forced in (linear_mode.FORCED, 0.1):
+        monkeypatch.setattr(linear_mode, "FORCED", forced)
+        found[forced] = la.linear_mode([(x, y)], solver="structure")
+    fewer, more = found.values()
+    assert fewer.converged
+    torch.testing.assert_close(fewer.weights, more.weights, rtol=1e-5, atol=1e-5)
+    assert fewer.passes < more.passes
 
 
 def test_batch_norm_misleads_the_evidence_at_the_trained_weights() -> None:

@@ -34,6 +34,11 @@ ROUNDS = 1000
 """Steps of Newton's method that a search takes at most; passes over the data end it sooner."""
 PRODUCTS = 300
 """Products that conjugate gradients take at most for one of them."""
+FORCED = 0.5
+"""What conjugate gradients leave of the gradient in a step of Newton's method that begins far from the optimum.
+
+A step's model of the loss is soon left behind there, and its passes are better spent on the next step.
+"""
 LOOSE = 1e-2
 """The relative residual that theta* may have while a search for the prior still moves by a factor of e."""
 REFINED = 5
@@ -235,7 +240,7 @@ class EvidenceAtMode:
         data, away, norm = self.data, self.point.away, float(gradient.norm())
         quadratic = data.likelihood.adds_noise
         if not quadratic:  # far from the optimum the model of the loss is not worth the passes
-            goal = max(goal, min(0.1, (norm / loss.scale(self.point)) ** 0.5) * norm)
+            goal = max(goal, min(FORCED, (norm / loss.scale(self.point)) ** 0.5) * norm)
         step, residual = torch.zeros_like(gradient), -gradient
         allowed = min(PRODUCTS, data.left - 2)
 
