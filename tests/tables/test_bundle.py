@@ -73,7 +73,12 @@ def test_many_classes_come_back_with_their_sampled_curvature(tmp_path: Path) -> 
     fitted.save(tmp_path / "m")
     again = Bundle.load(tmp_path / "m")
     assert again.la.recipe == fitted.la.recipe
-    pd.testing.assert_frame_equal(again.predict(frame), fitted.predict(frame), check_exact=True)
+    before, after = fitted.la.state_dict(), again.la.state_dict()
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(after[name], value) if isinstance(value, torch.Tensor) else after[name] == value, name
+    # products of several threads depend on where in memory a tensor begins, in the last bits
+    pd.testing.assert_frame_equal(again.predict(frame), fitted.predict(frame), rtol=1e-12)
 
 
 def test_predictions_do_not_depend_on_chunks(bundle: Bundle, tmp_path: Path) -> None:

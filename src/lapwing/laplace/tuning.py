@@ -167,7 +167,9 @@ def by_evidence(
         tuned = evidence.gradient(where, prior, sigma, rounds=n_steps, **shared)
     if at_mode is None:
         return tuned
-    return replace(tuned, mode=checked(at_mode.mode(tuned.prior, tuned.sigma, hyper.temperature.detach())))
+    mode = checked(at_mode.mode(tuned.prior, tuned.sigma, hyper.temperature.detach()))
+    # a search comes to rest at a stale mode, too, once its passes are used up
+    return replace(tuned, mode=mode, converged=tuned.converged and mode.converged)
 
 
 def by_validation(
