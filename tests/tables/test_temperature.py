@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, StorageError
+from lapwing.reporting import report
 from lapwing.serialize.files import read, write
 from lapwing.tables.bundle import Bundle
 from lapwing.tables.conformal import Conformal
@@ -58,11 +59,16 @@ def test_a_temperature_is_positive(level: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def bundle() -> Bundle:
+def table() -> pd.DataFrame:
     generator = np.random.default_rng(0)
     x = generator.normal(size=(200, 2))
     kind = np.where(x[:, 0] + 0.5 * generator.normal(size=200) > 0, "a", "b")
-    return fit_table(pd.DataFrame({"u": x[:, 0], "v": x[:, 1], "kind": kind}), "kind", epochs=5, spec=Spec(1, 1, 5))
+    return pd.DataFrame({"u": x[:, 0], "v": x[:, 1], "kind": kind})
+
+
+@pytest.fixture(scope="module")
+def bundle(table: pd.DataFrame) -> Bundle:
+    return fit_table(table, "kind", epochs=5, spec=Spec(1, 1, 5))
 
 
 def test_it_is_kept_with_the_model(bundle: Bundle, tmp_path: Path) -> None:
@@ -74,6 +80,21 @@ def test_it_is_kept_with_the_model(bundle: Bundle, tmp_path: Path) -> None:
     assert again.scaled.temperature == bundle.scaled.temperature
     assert torch.equal(again.scaled.conformal.scores, bundle.scaled.conformal.scores)
     assert [row.method for row in again.summary.rows] == ["MAP", "MAP, scaled", "Laplace"]
+
+
+def test_a_report_has_it_as_a_column(bundle: Bundle, table: pd.DataFrame, tmp_path: Path) -> None:
+    figures = report(bundle, table, tmp_path / "r.html")
+    assert figures["rows_are_test"]
+    scores = {row["measure"]: row for row in figures["summary"]}
+    row = bundle.summary.rows[1]
+    assert row.method == "MAP, scaled"
+    assert scores["Negative log-likelihood"]["scaled"] == pytest.approx(row.nll)
+    assert scores["Calibration error (ECE)"]["scaled"] == pytest.approx(row.ece)
+    page = (tmp_path / "r.html").read_text()
+    titles = [page.index(title) for title in ("Network alone (MAP)", "MAP with a temperature", "With error bars")]
+    assert titles == sorted(titles)
+    report(replace(bundle, scaled=None), table, tmp_path / "old.html")
+    assert "MAP with a temperature" not in (tmp_path / "old.html").read_text()
 
 
 def test_files_from_before_have_none(bundle: Bundle, tmp_path: Path) -> None:

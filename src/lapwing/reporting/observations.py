@@ -200,5 +200,10 @@ def _laws(la: BaseLaplace, linear: LinearMap, factor: float = 1.0) -> Distributi
 
 def _joined(parts: Sequence[Numbers | Counts | Classes]) -> Numbers | Counts | Classes:
     columns = [[getattr(part, one.name) for part in parts] for one in fields(parts[0])]
-    joined: list[Any] = [type(c[0]).joined(c) if isinstance(c[0], Distribution) else torch.cat(c) for c in columns]
-    return type(parts[0])(*joined)
+    return type(parts[0])(*(_one(column) for column in columns))
+
+
+def _one(column: list[Any]) -> Any:
+    if column[0] is None:
+        return None
+    return type(column[0]).joined(column) if isinstance(column[0], Distribution) else torch.cat(column)

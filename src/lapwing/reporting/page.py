@@ -21,6 +21,14 @@ from lapwing.serialize import replacing
 from lapwing.serialize.files import check_writable
 
 
+COLUMNS = {
+    "network": "Network alone (MAP)",
+    "scaled": "MAP with a temperature",
+    "laplace": "With error bars (Laplace)",
+}
+"""Of the table of scores, those that are known."""
+
+
 @dataclass(frozen=True)
 class Section:
     """A picture (SVG, in base64) with words beside it, and below it what the kinds of intervals promise."""
@@ -36,8 +44,9 @@ class Section:
 def render(figures: Figures) -> str:
     """The whole page."""
     summary = [_summary_row(row) for row in figures["summary"]]
+    columns = [title for source, title in COLUMNS.items() if source in figures["summary"][0]]
     return template().render(
-        figures=figures, sections=sections(figures), summary=summary, words=words, plain=plain_values
+        figures=figures, sections=sections(figures), summary=summary, columns=columns, words=words, plain=plain_values
     )
 
 
@@ -60,7 +69,7 @@ def template() -> Any:
 def _summary_row(row: Figures) -> Figures:
     goal = row["goal"]
     percent = isinstance(goal, float) or row["measure"] == "Accuracy"
-    values = row["network"], row["laplace"]
+    values = [row[source] for source in COLUMNS if source in row]
     shown = [f"{value:.1%}" if percent else words.number(value) for value in values]
     wanted = f"should be {goal:.0%}" if isinstance(goal, float) else f"{goal}er is better"
     return {"measure": row["measure"], "shown": shown, "best": words.better(values, shown, goal), "wanted": wanted}

@@ -149,6 +149,8 @@ class Classes:
     probabilities: Float[Tensor, "n classes"]
     epistemic: Float[Tensor, " n"]
     """Standard deviation of the logits, the root mean square over classes."""
+    scaled: Float[Tensor, "n classes"] | None = None
+    """Of the network with a temperature, where that is known."""
 
     @property
     def uncertainty(self) -> Float[Tensor, " n"]:

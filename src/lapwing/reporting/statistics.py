@@ -27,17 +27,20 @@ LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 def summary(data: Numbers | Counts | Classes) -> list[Figures]:
-    """Rows (measure, network, laplace, goal): goal is "low", "high" or the number to be near."""
+    """Rows (measure, network, laplace, goal): goal is "low", "high" or the number to be near.
+
+    Of classes also "scaled", the network with a temperature, where that is known.
+    """
     if isinstance(data, Classes):
-        both, y = (data.network, data.probabilities), data.targets
+        known, y = [p for p in (data.network, data.probabilities, data.scaled) if p is not None], data.targets
         rows = [
-            _row("Negative log-likelihood", "low", [metrics.nll(p, y) for p in both]),
-            _row("Accuracy", "high", [metrics.accuracy(p, y) for p in both]),
-            _row("Calibration error (ECE)", "low", [metrics.calibration_error(p, y) for p in both]),
-            _row("Brier score", "low", [metrics.brier(p, y) for p in both]),
+            _row("Negative log-likelihood", "low", [metrics.nll(p, y) for p in known]),
+            _row("Accuracy", "high", [metrics.accuracy(p, y) for p in known]),
+            _row("Calibration error (ECE)", "low", [metrics.calibration_error(p, y) for p in known]),
+            _row("Brier score", "low", [metrics.brier(p, y) for p in known]),
         ]
         levels = (0.9, 0.95)
-        return rows + [_row(f"Coverage of {v:.0%} sets", v, [_covered_sets(p, y, v) for p in both]) for v in levels]
+        return rows + [_row(f"Coverage of {v:.0%} sets", v, [_covered_sets(p, y, v) for p in known]) for v in levels]
     rows = [
         _row("Negative log-likelihood", "low", [-float(data.log_prob(source).mean()) for source in SOURCES]),
         _row("Root mean squared error", "low", [metrics.rmse(data.expected(s), data.targets) for s in SOURCES]),
@@ -49,8 +52,7 @@ def summary(data: Numbers | Counts | Classes) -> list[Figures]:
 
 
 def _row(measure: str, goal: str | float, values: Sequence[float]) -> Figures:
-    network, laplace = values
-    return {"measure": measure, "network": network, "laplace": laplace, "goal": goal}
+    return {"measure": measure, **dict(zip(("network", "laplace", "scaled"), values, strict=False)), "goal": goal}
 
 
 def reliability(data: Classes, bins: int = 10) -> Figures:

@@ -111,7 +111,8 @@ def _observed(bundle: Bundle, held: Held, raw: Raw, outside: Raw | None, made: b
     if bundle.task == "regression":
         data, network = Numbers(held.y, bundle.amounts(raw), bundle.amounts_map(raw)), None
     else:
-        data = Classes(held.y, raw.plain, bundle.probabilities(raw), known)
+        scaled = None if bundle.scaled is None else bundle.scaled.probabilities(raw.value)
+        data = Classes(held.y, raw.plain, bundle.probabilities(raw), known, scaled)
         if outside is not None:
             uncertainty, network = (entropy(p) for p in (bundle.probabilities(outside), outside.plain))
     return Observations(data, torch.arange(len(held.y)), uncertainty, network, deviation, made, None)
