@@ -106,13 +106,13 @@ class Experiment:
         out = Path(tempfile.mkdtemp(prefix=f"{folder.name}-")) if asked.smoke else folder
         outputs = [f"experiments/{folder.name}/{name}" for name in ("results.json", "picture.png", "README.md")]
         begun = cls(folder, config, out, asked.smoke, committed(outputs))
-        if "seed" in config:
-            begun.prepare()
+        begun.prepare()
         return begun
 
     def prepare(self) -> None:
         matplotlib.rcParams.update(STYLE)
-        torch.manual_seed(self.config["seed"])
+        if "seed" in self.config:
+            torch.manual_seed(self.config["seed"])
 
     def over_seeds(
         self, study: Callable[[Experiment], tuple[Figures, Checks]]

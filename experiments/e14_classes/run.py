@@ -114,13 +114,13 @@ def compared(by_seed: dict[str, Any], name: str) -> dict[str, Any]:
 def draw(experiment: Experiment, means: dict[str, Any]) -> None:
     figure, axes = plt.subplots(1, len(means), figsize=(3.1 * len(means), 3.2), squeeze=False)
     colours = [COLOURS["map"], COLOURS["data"], COLOURS["laplace"], COLOURS["exact"], COLOURS["other"]]
-    short = ["MAP", "MAP,\nscaled", "Laplace", "logistic", "forest"]
+    short = ["MAP", "MAP, scaled", "Laplace", "logistic", "forest"]
     for axis, (name, found) in zip(axes[0], means.items(), strict=True):
         values = [found["nll"][method] for method in METHODS]
         axis.bar(range(len(METHODS)), values, color=colours)
         for number, value in enumerate(values):
             axis.text(number, value, f"{value:.3f}", ha="center", va="bottom", fontsize=8)
-        axis.set_xticks(range(len(METHODS)), short, fontsize=8)
+        axis.set_xticks(range(len(METHODS)), short, fontsize=8, rotation=35)
         axis.set_title(name.replace("_", " "))
         axis.margins(y=0.12)
     axes[0, 0].set_ylabel("mean NLL of test rows")

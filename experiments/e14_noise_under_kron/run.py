@@ -186,7 +186,7 @@ def draw(experiment: Experiment, ours: Figures) -> None:
     rows[0, 0].set_ylabel("share of new rows in 90 % intervals")
     rows[1, 0].set_ylabel("noise (standard deviation)")
     rows[0, 0].legend(loc="lower left")
-    rows[1, 0].legend(loc="upper left")
+    rows[1, -1].legend(loc="upper right")
     experiment.save(figure)
 
 
