@@ -118,7 +118,12 @@ class LargestMagnitudeSubnetMask(_Counted):
 
 
 class LargestVarianceDiagLaplaceSubnetMask(_Counted):
-    """`largest_variance` of a diagonal posterior over all weights, which is fitted to the loader's data."""
+    """`largest_variance` of a diagonal posterior over all weights, which is fitted to the loader's data.
+
+    Weights that the data do not touch have the largest variance, that of the prior, and are chosen first: where there
+    are as many of them as are wanted, the sub-network predicts what MAP does. Those of `LargestVarianceSWAGSubnetMask`
+    move with the data.
+    """
 
     def __init__(self, model: nn.Module, n_params_subnet: int | None, diag_laplace_model: Any) -> None:
         super().__init__(model, n_params_subnet)
