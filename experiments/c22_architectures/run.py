@@ -210,8 +210,10 @@ def picture(seeds: dict[str, Any]) -> Figure:
         for place, (rule, (_, colour, hatch)) in enumerate(rows.items()):
             each = [found[name]["nll"][rule] for found in seeds.values()]
             look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white", "alpha": 0.75}
-            bars = ours.bar(place, fmean(each), 0.8, **look)
-            ours.bar_label(bars, fmt="%.3f", fontsize=7.5, padding=6)
+            ours.bar(place, fmean(each), 0.8, **look)
+            ours.annotate(
+                f"{fmean(each):.3f}", (place, max(each)), (0, 4), textcoords="offset points", ha="center", fontsize=7.5
+            )
             ours.scatter([place] * len(each), each, s=8, color="black", zorder=3)
             if rule in SOURCE[name]:
                 theirs.bar_label(theirs.bar(place, SOURCE[name][rule], 0.8, **look), fmt="%.3f", fontsize=7.5)

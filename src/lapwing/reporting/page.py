@@ -20,7 +20,6 @@ from lapwing.reporting.words import Figures
 from lapwing.serialize import replacing
 from lapwing.serialize.files import check_writable
 
-
 COLUMNS = {
     "network": "Network alone (MAP)",
     "scaled": "MAP with a temperature",
