@@ -321,8 +321,8 @@ ABOVE = (
     Mutant(
         "the prior pulls twice as hard in training",
         "training/objective.py",
-        "self.tangent.parameters)) / (2 * self.points)",
-        "self.tangent.parameters)) / self.points",
+        "torch.dot(shared, torch.stack(squares)) / 2",
+        "torch.dot(shared, torch.stack(squares))",
         ("training",),
     ),
     Mutant(
