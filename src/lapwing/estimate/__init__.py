@@ -10,6 +10,7 @@ mixed_diagonal            the same from the outputs to a bottleneck of few entri
 empirical                 outer products of observed gradients, any structure
 last_layer                the same structures of the last layer, in closed form from its features
 hessian                   the exact Hessian: full, diagonal or blocks
+by_name                   any of the above by the name of its structure and source
 """
 
 from lapwing.estimate import last_layer
@@ -23,12 +24,14 @@ from lapwing.estimate.exact_hessian import hessian
 from lapwing.estimate.full_matrix import full
 from lapwing.estimate.kronecker import kfac, kflr
 from lapwing.estimate.leading_eigenpairs import low_rank
+from lapwing.estimate.naming import by_name
 from lapwing.estimate.propagated.diagonal import propagated_diagonal
 from lapwing.estimate.propagated.kfra import kfra
 from lapwing.estimate.propagated.mixed import mixed_diagonal
 
 __all__ = [
     "blocks",
+    "by_name",
     "diagonal",
     "dual",
     "ekfac",

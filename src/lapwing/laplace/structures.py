@@ -21,9 +21,8 @@ import torch
 
 from lapwing import estimate, linalg, serialize
 from lapwing.errors import OptionError
-from lapwing.estimate import last_layer
+from lapwing.estimate import last_layer, naming
 from lapwing.estimate.cotangents import DISTRIBUTIONS
-from lapwing.estimate.cotangents import empirical as observed
 from lapwing.estimate.data_pass import Batches
 from lapwing.laplace.names import OnUnsupported, check_options, choose
 from lapwing.likelihoods import Likelihood
@@ -72,6 +71,7 @@ def register(row: Structure) -> None:
         raise OptionError(f"there is a structure {row.name!r} already; expected a new name.")
     STRUCTURES[row.name] = row
     serialize.register(*row.stored)
+    naming.register(row.name, row.estimator, row.recursive)
 
 
 _EVERYWHERE = ("all", "last_layer", "subnetwork")
@@ -192,7 +192,7 @@ def markdown() -> str:
 
 # -- from a row to an estimator ----------------------------------------------------------------------------------------
 
-SOURCES = ("exact", "fisher", "mc", "projection", "recursive", "empirical", "hessian")
+SOURCES = (*naming.SOURCES, "hessian")
 RANDOM = ("mc", "projection")
 """Sources that draw, `mc_samples` times for every data point."""
 FEW = 4
@@ -251,14 +251,8 @@ class Recipe:
             estimator = row.recursive
         elif added_to is not None and row.continued is not None and closed is None:
             options = row.continued(options, added_to)
-        return estimator(tangent, likelihood, batches, cotangents=self._cotangents(), generator=generator, **options)
-
-    def _cotangents(self) -> Callable:
-        if self.source == "mc":
-            return estimate.monte_carlo(self.draws)
-        if self.source == "projection":
-            return estimate.projections(self.draws, self.distribution)
-        return {"fisher": estimate.fisher, "empirical": observed}.get(self.source, estimate.exact)
+        cotangents = naming.cotangents_of(self.source, self.draws, self.distribution)
+        return estimator(tangent, likelihood, batches, cotangents=cotangents, generator=generator, **options)
 
 
 def recipe(

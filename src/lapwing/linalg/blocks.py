@@ -74,6 +74,9 @@ class Blocks(Curvature):
     def pooled(self, other: Curvature) -> Blocks:
         return self._joined(other, lambda a, b: a.pooled(b))
 
+    def discounted(self, share: float) -> Blocks:
+        return Blocks(self.size, tuple(replace(b, curvature=b.curvature.discounted(share)) for b in self.blocks))
+
     def _joined(self, other: Curvature, both: Callable[[Curvature, Curvature], Curvature]) -> Blocks:
         other = same_kind(self, other)
         found = {block.segments: block for block in self.blocks}
@@ -148,14 +151,11 @@ class BlocksPrecision(Precision):
 
     def _gathered(self, values: Sequence[Tensor]) -> Tensor:
         """Parts in flat order, out of place so that gradients in the prior flow."""
-        position = torch.cat(
-            [
-                torch.arange(start, stop, device=values[0].device)
-                for segments, _ in self.parts
-                for start, stop in segments.intervals
-            ]
-        )
-        return torch.cat(list(values), dim=-1)[..., position.argsort()]
+        pieces = []
+        for (segments, _), value in zip(self.parts, values, strict=True):
+            lengths = [stop - start for start, stop in segments.intervals]
+            pieces += zip(segments.intervals, value.split(lengths, dim=-1), strict=True)
+        return torch.cat([piece for _, piece in sorted(pieces, key=lambda each: each[0])], dim=-1)
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return self._gathered([part.mv(segments.gather(v)) for segments, part in self.parts])

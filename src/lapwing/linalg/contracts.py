@@ -89,6 +89,14 @@ class Curvature(ABC):
         """
         return self + other
 
+    def discounted(self, share: float) -> Curvature:
+        """The curvature of the same data if each point counted for `share` of one; for `pooled`.
+
+        A multiple, except where a curvature is no sum over data, as a Kronecker product is not. What grows with every
+        batch that is added, as rows do, refuses.
+        """
+        return self * share
+
     def __rmul__(self, scale: float | int | Tensor) -> Curvature:
         return self * scale
 

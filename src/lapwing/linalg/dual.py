@@ -78,6 +78,12 @@ class Dual(Curvature):
         roots = [each._weights() * each._checked_scale().sqrt() for each in (self, other)]
         return Dual(self.rows + other.rows, torch.cat(roots))
 
+    def discounted(self, share: float) -> Dual:
+        raise CurvatureError(
+            "a moving average of rows grows with every batch; expected one of fixed size (kron, diag, "
+            "blocks, full). Take the curvature of the present batch alone: moving_average=0."
+        )
+
     def __mul__(self, scale: float | int | Tensor) -> Dual:
         scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
         return Dual(self.rows, self.roots, Multiple(root.of, root.scale * scale), self.sharing)

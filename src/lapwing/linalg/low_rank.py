@@ -65,6 +65,12 @@ class LowRank(Curvature):
         other = same_kind(self, other)
         return LowRank.of(torch.cat([each.vectors * each.values.sqrt() for each in (self, other)], dim=1))
 
+    def discounted(self, share: float) -> LowRank:
+        raise CurvatureError(
+            "a moving average of eigenvectors grows with every batch; expected one of fixed size (kron, diag, "
+            "blocks, full). Take the curvature of the present batch alone: moving_average=0."
+        )
+
     def __mul__(self, scale: float | int | Tensor) -> LowRank:
         scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
         return LowRank(self.vectors, self.values * scale, Multiple(root.of, root.scale * scale))

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from lapwing.errors import ParameterError
 from lapwing.estimate import kflr
+from lapwing.estimate.naming import Estimator
 from lapwing.evidence import Evidence
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
 from lapwing.priors import Prior
 from lapwing.training.loop import Epoch, TrainingLoop
-from lapwing.training.objective import Estimator
 from lapwing.training.options import built, check_numbers
 from lapwing.training.resume import Keeper, Run
 from lapwing.training.train_mode import following, training_mode

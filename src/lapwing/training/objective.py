@@ -19,17 +19,14 @@ from torch import Tensor
 
 from lapwing.errors import DataError
 from lapwing.estimate.data_pass import no_batch, pairs
+from lapwing.estimate.naming import Estimator
 from lapwing.evidence import Evidence
 from lapwing.evidence.seen import Seen
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Curvature
 from lapwing.priors import Prior
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import batch_size, call
 from lapwing.training.loop import Gradient
-
-Estimator = Callable[..., Curvature]
-"""(tangent, likelihood, batches, generator=...) -> Curvature: any function of `lapwing.estimate`."""
 
 
 @dataclass(frozen=True, eq=False)

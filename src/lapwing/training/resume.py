@@ -78,16 +78,18 @@ class Run:
         return kept["epoch"]
 
     def _generators(self) -> list[torch.Generator]:
-        """torch's own, the run's, and those of the loader: all that an epoch draws from, each once."""
-        device = self.tuner.objective.tangent.space.device
-        found = [torch.default_generator]
-        if device.type == "cuda":
-            found.append(torch.cuda.default_generators[device.index or 0])
-        loader = self.loader
-        while isinstance(loader, Wrapped):
-            loader = loader.source
-        batches = getattr(loader, "batch_sampler", None)
-        places = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-        drawn = (self.generator, *(getattr(place, "generator", None) for place in places))
-        found += [each for each in drawn if isinstance(each, torch.Generator)]
-        return list({id(each): each for each in found}.values())
+        return generators(self.loader, self.generator, self.tuner.objective.tangent.space.device)
+
+
+def generators(loader: Iterable[Any], generator: torch.Generator | None, device: torch.device) -> list[torch.Generator]:
+    """torch's own, the run's, and those of the loader: all that an epoch draws from, each once."""
+    found = [torch.default_generator]
+    if device.type == "cuda":
+        found.append(torch.cuda.default_generators[device.index or 0])
+    while isinstance(loader, Wrapped):
+        loader = loader.source
+    batches = getattr(loader, "batch_sampler", None)
+    places = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    drawn = (generator, *(getattr(place, "generator", None) for place in places))
+    found += [each for each in drawn if isinstance(each, torch.Generator)]
+    return list({id(each): each for each in found}.values())

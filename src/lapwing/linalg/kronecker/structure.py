@@ -91,6 +91,12 @@ class Kronecker(Curvature):
             )
         return replace(self, terms=add_terms(self.terms, other.terms), multiple=None)
 
+    def discounted(self, share: float) -> Kronecker:
+        """Both sums and the count, each times `share`: averages of the two factors, and not of their product."""
+        check_scale(share)
+        terms = tuple(replace(t, cols=t.cols * share, rows=t.rows * share, count=t.count * share) for t in self.terms)
+        return replace(self, terms=terms, multiple=None)
+
     def __mul__(self, scale: float | int | Tensor) -> Kronecker:
         scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
         terms = tuple(replace(term, rows=term.rows * scale) for term in self.terms)

@@ -1,0 +1,160 @@
+"""The loss at the present weights and its quadratic, over one or more batches: value, gradient [P], products.
+
+    E(theta) = mean_n -log p(y_n | f_n) + 1/2 (theta - m)^T diag(decay) (theta - m)
+    q(d)     = E + g^T d + 1/2 d^T (G + diag(decay) + tau I) d,      G = mean_n J_n^T H_n J_n      (thesis 4.14, 4.20)
+
+G is never formed: a direction costs one product J d of every batch. The graph of a single batch is kept from the
+gradient for the products; several batches are linearised again, so that memory is that of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import DataError
+from lapwing.estimate.data_pass import check_loss, named
+from lapwing.likelihoods import Likelihood
+from lapwing.tangent import Linearisation, Tangent
+from lapwing.tangent.inputs import Called, all_finite, batch_size
+
+Pair = tuple[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Penalty:
+    """1/2 (theta - mean)^T diag(decay) (theta - mean): the prior's part, per data point."""
+
+    decay: float | Float[Tensor, " params"] = 0.0
+    mean: float | Float[Tensor, " params"] = 0.0
+
+    def value(self, theta: Tensor) -> float:
+        away = (theta - self.mean).double()
+        return float((self.decay * away * away).sum()) / 2
+
+    def gradient(self, theta: Tensor) -> Tensor:
+        return self.decay * (theta - self.mean)
+
+    def products(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
+        return (directions * self.decay).double() @ directions.double().mT
+
+
+@dataclass(frozen=True, eq=False)
+class Here:
+    """E at the weights as they are now, its gradient, and what the quadratic needs."""
+
+    tangent: Tangent
+    likelihood: Likelihood
+    penalty: Penalty
+    batches: Sequence[Pair]
+    points: int
+    theta: Float[Tensor, " params"]
+    value: float
+    gradient: Float[Tensor, " params"]
+    kept: tuple[Linearisation, Any] | None
+
+    @staticmethod
+    def of(tangent: Tangent, likelihood: Likelihood, penalty: Penalty, batches: Sequence[Pair]) -> Here:
+        """One forward and one backward pass over the batches."""
+        theta = tangent.space.values(tangent.model)
+        total, points, gradient, kept = 0.0, 0, torch.zeros_like(theta), None
+        for number, (x, y) in enumerate(batches):
+            with _part(batches, number):
+                each = tangent.at(x)
+                total -= float(check_loss(likelihood, each.value, y).double().sum())
+            points += batch_size(x)
+            gradient += each.rmv(likelihood.grad(each.value, y))
+            kept = each, y
+        gradient = gradient / points + penalty.gradient(theta)
+        if not all_finite(gradient):
+            raise DataError(
+                "the gradient of the loss holds NaN or infinite entries; expected finite ones. Check the data and the "
+                "model at these weights."
+            )
+        value = total / points + penalty.value(theta)
+        return Here(
+            tangent,
+            likelihood,
+            penalty,
+            batches,
+            points,
+            theta,
+            value,
+            gradient,
+            kept if len(batches) == 1 else None,
+        )
+
+    def slopes(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, " k"]:
+        return directions.double() @ self.gradient.double()
+
+    def bends(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
+        """d_i^T (G + diag(decay)) d_j, in float64; tau is not in it."""
+        total = self.penalty.products(directions)
+        for each, y in self._linearisations():
+            along = [each.mv(direction) for direction in directions]
+            curved = [self.likelihood.hessian_mv(each.value, y, image) for image in along]
+            left = torch.stack([image.flatten() for image in along]).double()
+            right = torch.stack([image.flatten() for image in curved]).double()
+            total = total + left @ right.mT / self.points
+        return (total + total.mT) / 2
+
+    def loss(self, step: Float[Tensor, " params"]) -> float:
+        """E of the same batches at theta + step, which is not written into the model; NaN or infinite where f is."""
+        space, theta, total = self.tangent.space, self.theta + step, 0.0
+        network = Called(self.tangent.network())
+        fixed = self.tangent.parameters
+        named = {f"model.{name}": value.to(fixed[name].dtype) for name, value in space.unravel(theta).items()}
+        with torch.no_grad():
+            for x, y in self.batches:
+                f = torch.func.functional_call(network, named, (x,)).to(space.dtype)
+                total -= float(self.likelihood.log_prob(f, y).double().sum())
+        return total / self.points + self.penalty.value(theta)
+
+    def _linearisations(self) -> Iterator[tuple[Linearisation, Any]]:
+        if self.kept is not None:
+            yield self.kept
+            return
+        for x, y in self.batches:
+            yield self.tangent.at(x), y
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Directions out of a point and the quadratic along them: what a step needs, at any tau without another product."""
+
+    directions: Float[Tensor, "k params"]
+    slopes: Float[Tensor, " k"]
+    bends: Float[Tensor, "k k"]
+    norms: Float[Tensor, "k k"]
+    zeta: float
+
+    @staticmethod
+    def of(here: Here, directions: Float[Tensor, "k params"], zeta: float) -> Plan:
+        wide = directions.double()
+        return Plan(directions, here.slopes(directions), here.bends(directions), wide @ wide.mT, zeta)
+
+    def best(self, tau: float) -> tuple[Float[Tensor, " k"], float]:
+        """Coefficients of the directions that minimise q, and q there without its constant; infinite where none do."""
+        matrix = self.bends + tau * self.norms
+        for count in range(len(matrix), 0, -1):  # a last step along the direction itself adds nothing
+            root, info = torch.linalg.cholesky_ex(matrix[:count, :count])
+            if int(info) == 0 and bool(torch.isfinite(root).all()):
+                found = torch.cholesky_solve(-self.slopes[:count, None], root).squeeze(1)
+                value = float(self.slopes[:count] @ found) / 2
+                return torch.cat([found, found.new_zeros(len(matrix) - count)]), value
+        return torch.zeros_like(self.slopes), inf
+
+    def step(self, coefficients: Float[Tensor, " k"]) -> Float[Tensor, " params"]:
+        return coefficients.to(self.directions.dtype) @ self.directions
+
+
+def _part(batches: Sequence[Pair], number: int) -> AbstractContextManager[None]:
+    """Errors name the part; whoever gave a single one knows which it is."""
+    return nullcontext() if len(batches) == 1 else named(f"part {number}")
