@@ -66,6 +66,7 @@ from lapwing.laplace import (
     TuningMethod,
     load,
     marglik_training,
+    to_mode,
 )
 from lapwing.likelihoods import (
     Bernoulli,
@@ -164,6 +165,7 @@ __all__ = [
     "tables",
     "tangent",
     "tape",
+    "to_mode",
     "training",
     "utils",
 ]

@@ -4,6 +4,7 @@ from lapwing.laplace.base import BaseLaplace
 from lapwing.laplace.factory import Laplace
 from lapwing.laplace.loading import load
 from lapwing.laplace.marglik import marglik_training
+from lapwing.laplace.mode_search import ModeSearch, to_mode
 from lapwing.laplace.names import (
     FeatureReduction,
     LinkApprox,
@@ -65,6 +66,7 @@ __all__ = [
     "LowRankSubnetLaplace",
     "MixedDiagLaplace",
     "MixedDiagSubnetLaplace",
+    "ModeSearch",
     "ParametricLaplace",
     "PredType",
     "PriorStructure",
@@ -76,4 +78,5 @@ __all__ = [
     "TuningMethod",
     "load",
     "marglik_training",
+    "to_mode",
 ]

@@ -73,14 +73,7 @@ def _refuse_scripted(caller: nn.Module) -> None:
 
 
 def _named(tangent: Tangent, theta: Float[Tensor, "n params"]) -> dict[str, Float[Tensor, "n *shape"]]:
-    """Weight vectors as tensors by name; entries outside a sub-network stay where they are."""
-    space, fixed = tangent.space, tangent.parameters
-    if space.index is not None:
-        away = space.whole.unravel(space.expand(theta - space.values(tangent.model)))
-        named = {name: fixed[name].detach() + value for name, value in away.items()}
-    else:
-        named = space.unravel(theta)
-    return {f"model.{name}": value.to(fixed[name].dtype) for name, value in named.items()}
+    return {f"model.{name}": value for name, value in tangent.tensors(theta).items()}
 
 
 def _in_turn(run: Callable[[dict[str, Tensor]], Tensor], named: dict[str, Tensor]) -> Tensor:

@@ -96,6 +96,16 @@ class Tangent:
         """The name of every parameter, the way to its module, and its name there."""
         return [(name, *_path(name)) for name in self.space.names]
 
+    def tensors(self, theta: Float[Tensor, "*batch params"]) -> dict[str, Float[Tensor, "*batch *shape"]]:
+        """The tensors, by name, of flat weights; entries outside a sub-network are the model's."""
+        space, fixed = self.space, self.parameters
+        if space.index is not None:
+            away = space.whole.unravel(space.expand(theta - space.values(self.model)))
+            found = {name: fixed[name].detach() + value for name, value in away.items()}
+        else:
+            found = space.unravel(theta)
+        return {name: value.to(fixed[name].dtype) for name, value in found.items()}
+
     def network(self) -> nn.Module:
         """The network to run: a private copy of the model, with the model's own parameters."""
         return private(self.model, self.evaluate)

@@ -69,7 +69,8 @@ class GaussNewton(torch.optim.Optimizer):
     `structure` and `estimator` name the curvature as `Laplace` does (kron, ekfac, full, gp, blocks, diag, ...; exact,
     mc, projection, recursive, ...), or `structure` is a function of `lapwing.estimate`. `weight_decay` is lambda beside
     a mean loss; parameter groups may each have their own: `groups=[{"params": [...], "weight_decay": 0.1}, ...]`. A
-    `prior` with `points`, the number of data points it is meant for, takes its place.
+    `prior` with `points`, the number of data points it is meant for, takes its place. A `space` trains some of the
+    parameters, or some entries of them, and leaves the others alone.
 
     `tau` and `zeta` start where they are given, or are found at the first step, which tries a few; `zeta="tied"` is tau
     at all times, for curvatures that are exact. `moving_average` is the weight of the past in the curvature, 0 for that
@@ -90,6 +91,7 @@ class GaussNewton(torch.optim.Optimizer):
         groups: Iterable[dict[str, Any]] | None = None,
         prior: Prior | None = None,
         points: int | None = None,
+        space: ParamSpace | None = None,
         tau: float | int | None = None,
         zeta: float | int | str | None = None,
         tau_decay: float = 0.95,
@@ -112,7 +114,7 @@ class GaussNewton(torch.optim.Optimizer):
         _check_count(refresh, "refresh")
         if micro_batch is not None:
             _check_count(micro_batch, "micro_batch")
-        self.tangent = Tangent(model, evaluate=frozen)
+        self.tangent = Tangent(model, space or ParamSpace.of(model), evaluate=frozen)
         space, parameters = self.tangent.space, self.tangent.parameters
         super().__init__(list(groups or [{"params": list(parameters.values())}]), {"weight_decay": weight_decay})
         self.penalty = _penalty(self.param_groups, parameters, space, prior, points)
@@ -158,9 +160,7 @@ class GaussNewton(torch.optim.Optimizer):
     @torch.no_grad()
     def step_over(self, batches: Iterable[Pair]) -> Step:
         """One step on several batches as one: the whole data set, or gradients of micro-batches added up."""
-        parts = [part for batch in batches for part in self._split(*batch)]
-        if not parts:
-            raise DataError("there is no batch to take a step on; expected at least one pair (x, y).")
+        parts = self._parts(batches)
         with named(f"step {self.number}"):
             here = Here.of(self.tangent, self.likelihood, self.penalty, parts)
             if self._curvature is None or self.number % self.refresh == 0:
@@ -170,6 +170,19 @@ class GaussNewton(torch.optim.Optimizer):
         step = self._move(here)
         self.number += 1
         return step
+
+    @torch.no_grad()
+    def here(self, batches: Iterable[Pair]) -> Here:
+        """The loss of some batches at the present weights, and its gradient, without a step."""
+        return Here.of(
+            self.tangent, self.likelihood, self.penalty, [part for batch in batches for part in self._split(*batch)]
+        )
+
+    def _parts(self, batches: Iterable[Pair]) -> list[Pair]:
+        parts = [part for batch in batches for part in self._split(*batch)]
+        if not parts:
+            raise DataError("there is no batch to take a step on; expected at least one pair (x, y).")
+        return parts
 
     def _split(self, x: Any, y: Any) -> Iterator[Pair]:
         size = batch_size(x)
@@ -308,7 +321,7 @@ class GaussNewton(torch.optim.Optimizer):
 
     def _write(self, theta: Float[Tensor, " params"]) -> None:
         parameters = self.tangent.parameters
-        for name, value in self.tangent.space.unravel(theta).items():
+        for name, value in self.tangent.tensors(theta).items():
             parameters[name].copy_(value)
 
     # -- a run -----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Penalty:
     """1/2 (theta - mean)^T diag(decay) (theta - mean): the prior's part, per data point."""
 
     decay: float | Float[Tensor, " params"] = 0.0
-    mean: float | Float[Tensor, " params"] = 0.0
+    mean: float | Float[Tensor, ""] | Float[Tensor, " params"] = 0.0
 
     def value(self, theta: Tensor) -> float:
         away = (theta - self.mean).double()
@@ -109,8 +109,7 @@ class Here:
         """E of the same batches at theta + step, which is not written into the model; NaN or infinite where f is."""
         space, theta, total = self.tangent.space, self.theta + step, 0.0
         network = Called(self.tangent.network())
-        fixed = self.tangent.parameters
-        named = {f"model.{name}": value.to(fixed[name].dtype) for name, value in space.unravel(theta).items()}
+        named = {f"model.{name}": value for name, value in self.tangent.tensors(theta).items()}
         with torch.no_grad():
             for x, y in self.batches:
                 f = torch.func.functional_call(network, named, (x,)).to(space.dtype)
