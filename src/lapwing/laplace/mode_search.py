@@ -89,7 +89,7 @@ def to_mode(
         points=points,
         space=tangent.space,
         zeta="tied" if exact else None,
-        tau_decay=0.2 if exact else 0.5,
+        tau_decay=1 / 3 if exact else 0.5,
         tau_every=1,
         moving_average=0.0,
         refresh=1,

@@ -7,6 +7,7 @@ from lapwing.linalg.diagonal import Diagonal, DiagonalPrecision
 from lapwing.linalg.dual import Dual, DualPrecision
 from lapwing.linalg.independent_outputs import Independent, IndependentPrecision
 from lapwing.linalg.kronecker.corrected import CorrectedKronecker, EigenColumns
+from lapwing.linalg.kronecker.factored import FactoredPrecision
 from lapwing.linalg.kronecker.factors import Term, nearest_kronecker
 from lapwing.linalg.kronecker.precision import KroneckerPrecision
 from lapwing.linalg.kronecker.structure import Kronecker, KroneckerSum
@@ -30,6 +31,7 @@ __all__ = [
     "DualPrecision",
     "EigenColumns",
     "EigenPrecision",
+    "FactoredPrecision",
     "Independent",
     "IndependentPrecision",
     "Kronecker",

@@ -141,7 +141,7 @@ class GaussNewton(torch.optim.Optimizer):
     ) -> GaussNewton:
         """For small networks and whole data sets: exact curvature, new at every step, one damping that moves fast."""
         defaults: dict[str, Any] = {
-            "estimator": "exact", "zeta": "tied", "tau_decay": 0.2, "tau_every": 1, "moving_average": 0.0, "refresh": 1
+            "estimator": "exact", "zeta": "tied", "tau_decay": 1 / 3, "tau_every": 1, "moving_average": 0.0, "refresh": 1
         }  # fmt: skip
         return cls(model, likelihood, structure=structure, **(defaults | options))
 

@@ -178,10 +178,17 @@ def joint_prior(deltas: Sequence[Tensor], last: Float[Tensor, "groups width"]) -
 
 def factored_eigenvalues(row_values: Tensor, col_values: Tensor, delta: Tensor, plain: bool) -> Tensor:
     """Eigenvalues of (A + w sqrt(d) I) (x) (G + sqrt(d) / w I), w = sqrt(tr A dim G / (tr G dim A)); 1 if `plain`."""
-    if plain:
-        return (row_values + delta.sqrt())[:, :, None] * (col_values + delta.sqrt())[:, None, :]
-    tiny = torch.finfo(row_values.dtype).tiny
-    mean_col, mean_row = col_values.mean(1).clamp_min(tiny), row_values.mean(1).clamp_min(tiny)
-    omega = (mean_col / mean_row).sqrt()
+    of_cols, of_rows = factored_shares(col_values.mean(1), row_values.mean(1), delta, plain)
+    return (row_values + of_rows[:, None])[:, :, None] * (col_values + of_cols[:, None])[:, None, :]
+
+
+def factored_shares(
+    mean_col: Float[Tensor, " groups"], mean_row: Float[Tensor, " groups"], delta: Float[Tensor, ""], plain: bool
+) -> tuple[Float[Tensor, " groups"], Float[Tensor, " groups"]]:
+    """What is added to A and to G, w sqrt(d) and sqrt(d) / w, from the means of their diagonals."""
     root = delta.sqrt()
-    return (row_values + root / omega[:, None])[:, :, None] * (col_values + root * omega[:, None])[:, None, :]
+    if plain:
+        return root.expand_as(mean_col), root.expand_as(mean_row)
+    tiny = torch.finfo(mean_row.dtype).tiny
+    omega = (mean_col.clamp_min(tiny) / mean_row.clamp_min(tiny)).sqrt()
+    return root * omega, root / omega

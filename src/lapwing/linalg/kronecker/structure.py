@@ -26,10 +26,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError, LapwingWarning
-from lapwing.linalg.checks import check_positive, check_precisions, check_prior, check_rank, check_scale
+from lapwing.linalg.checks import (
+    check_finite,
+    check_positive,
+    check_precisions,
+    check_prior,
+    check_rank,
+    check_scale,
+)
 from lapwing.linalg.contracts import Curvature, Multiple, Precision, same_kind
 from lapwing.linalg.dense import Dense
 from lapwing.linalg.kronecker.corrected import CorrectedKronecker, EigenColumns, ties_of
+from lapwing.linalg.kronecker.factored import DampedPart, FactoredPrecision, damped
 from lapwing.linalg.kronecker.factors import (
     Factor,
     Term,
@@ -41,6 +49,7 @@ from lapwing.linalg.kronecker.factors import (
     diagonal_of,
     eigen,
     factored_eigenvalues,
+    factored_shares,
     inner,
     joint_prior,
     last_entry,
@@ -150,10 +159,29 @@ class Kronecker(Curvature):
             return self.multiple.of._eigen_separate
         return [eigen(cut(self.factors[0], part), "an input factor") for part in column_parts(self.layout, joint=False)]
 
-    def with_prior(self, precision: float | int | Tensor) -> KroneckerPrecision:
+    def with_prior(self, precision: float | int | Tensor) -> KroneckerPrecision | FactoredPrecision:
         """Exact for one precision, or one for the weight and one for the bias (which then decouples the two)."""
         deltas, equal = block_priors(self.layout, check_prior(precision, self.size, self.terms[0].rows))
         joint = self.joint_bias and equal
+        plain = not any(each.requires_grad for each in (*deltas, *self.factors))
+        if self.factored_damping and plain and all(float(delta) > 0 for delta in deltas):
+            return self._factored(deltas, joint)
+        return self._in_eigenbasis(deltas, joint)
+
+    def _factored(self, deltas: Sequence[Tensor], joint: bool) -> FactoredPrecision:
+        """Damping that is split between the factors, which are then not decomposed unless asked."""
+        cols, rows = self.factors
+        check_finite(cols, "the input factor of a Kronecker block")
+        check_finite(rows, "the output factor of a Kronecker block")
+        parts = []
+        for i, part in enumerate(column_parts(self.layout, joint)):
+            inside = cut(cols, part)
+            means = diagonal_of(inside).mean(1), diagonal_of(rows).mean(1)
+            by = factored_shares(*means, deltas[min(i, len(deltas) - 1)], self.factored_damping == "plain")
+            parts.append(DampedPart(part, damped(inside, by[0]), damped(rows, by[1])))
+        return FactoredPrecision(self.layout, tuple(parts), lambda: self._in_eigenbasis(deltas, joint))
+
+    def _in_eigenbasis(self, deltas: Sequence[Tensor], joint: bool) -> KroneckerPrecision:
         row_values, parts = self.eigen_rows[0], []
         for i, (part, col_values) in enumerate(self.eigenparts(joint)):
             delta = deltas[min(i, len(deltas) - 1)]
