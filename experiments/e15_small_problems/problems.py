@@ -70,6 +70,7 @@ class Poisson(nn.Module):
                 t = torch.tanh(value)
                 inner = 1 - t * t
                 value, slope, bend = t, inner * slope, inner * bend - 2 * t * inner * slope * slope
+            assert isinstance(layer, nn.Linear)
             weight = layer.weight
             value, slope, bend = layer(value), slope @ weight.mT, bend @ weight.mT
         inside = bend + pi**2 * torch.sin(pi * place)

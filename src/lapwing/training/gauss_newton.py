@@ -140,10 +140,9 @@ class GaussNewton(torch.optim.Optimizer):
         cls, model: nn.Module, likelihood: Likelihood, structure: str | Estimator = "full", **options: Any
     ) -> GaussNewton:
         """For small networks and whole data sets: exact curvature, new at every step, one damping that moves fast."""
-        defaults: dict[str, Any] = {
-            "estimator": "exact", "zeta": "tied", "tau_decay": 1 / 3, "tau_every": 1, "moving_average": 0.0, "refresh": 1
-        }  # fmt: skip
-        return cls(model, likelihood, structure=structure, **(defaults | options))
+        damping: dict[str, Any] = {"zeta": "tied", "tau_decay": 1 / 3, "tau_every": 1}
+        curvature: dict[str, Any] = {"estimator": "exact", "moving_average": 0.0, "refresh": 1}
+        return cls(model, likelihood, structure=structure, **(damping | curvature | options))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

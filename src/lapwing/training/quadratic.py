@@ -36,6 +36,8 @@ class Penalty:
     mean: float | Float[Tensor, ""] | Float[Tensor, " params"] = 0.0
 
     def value(self, theta: Tensor) -> float:
+        if isinstance(self.decay, float) and not self.decay:
+            return 0.0
         away = (theta - self.mean).double()
         return float((self.decay * away * away).sum()) / 2
 
@@ -43,7 +45,7 @@ class Penalty:
         return self.decay * (theta - self.mean)
 
     def products(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
-        return (directions * self.decay).double() @ directions.double().mT
+        return (directions * self.decay @ directions.mT).double()
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +94,7 @@ class Here:
         )
 
     def slopes(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, " k"]:
-        return directions.double() @ self.gradient.double()
+        return (directions @ self.gradient).double()
 
     def bends(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
         """d_i^T (G + diag(decay)) d_j, in float64; tau is not in it."""
@@ -136,8 +138,8 @@ class Plan:
 
     @staticmethod
     def of(here: Here, directions: Float[Tensor, "k params"], zeta: float) -> Plan:
-        wide = directions.double()
-        return Plan(directions, here.slopes(directions), here.bends(directions), wide @ wide.mT, zeta)
+        norms = (directions @ directions.mT).double()
+        return Plan(directions, here.slopes(directions), here.bends(directions), norms, zeta)
 
     def best(self, tau: float) -> tuple[Float[Tensor, " k"], float]:
         """Coefficients of the directions that minimise q, and q there without its constant; infinite where none do."""

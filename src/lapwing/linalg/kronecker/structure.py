@@ -163,10 +163,13 @@ class Kronecker(Curvature):
         """Exact for one precision, or one for the weight and one for the bias (which then decouples the two)."""
         deltas, equal = block_priors(self.layout, check_prior(precision, self.size, self.terms[0].rows))
         joint = self.joint_bias and equal
-        plain = not any(each.requires_grad for each in (*deltas, *self.factors))
-        if self.factored_damping and plain and all(float(delta) > 0 for delta in deltas):
+        if self.factored_damping and all(float(delta) > 0 for delta in deltas) and not self._followed(deltas):
             return self._factored(deltas, joint)
         return self._in_eigenbasis(deltas, joint)
+
+    def _followed(self, deltas: Sequence[Tensor]) -> bool:
+        """Whether derivatives are taken, which are those of eigenvalues."""
+        return any(each.requires_grad for each in (*deltas, *self.factors))
 
     def _factored(self, deltas: Sequence[Tensor], joint: bool) -> FactoredPrecision:
         """Damping that is split between the factors, which are then not decomposed unless asked."""
