@@ -163,7 +163,7 @@ class Kronecker(Curvature):
         """Exact for one precision, or one for the weight and one for the bias (which then decouples the two)."""
         deltas, equal = block_priors(self.layout, check_prior(precision, self.size, self.terms[0].rows))
         joint = self.joint_bias and equal
-        if self.factored_damping and all(float(delta) > 0 for delta in deltas) and not self._followed(deltas):
+        if self.factored_damping and all(float(delta.detach()) > 0 for delta in deltas) and not self._followed(deltas):
             return self._factored(deltas, joint)
         return self._in_eigenbasis(deltas, joint)
 
