@@ -181,8 +181,8 @@ class Matrix(Accumulator):
             if inputs is None:
                 side = like.new_zeros(groups, self.layout.rows)
             else:
-                side = GramSum(like.new_zeros(groups, inputs, inputs))
-            self.roles[role] = Sums(side, GramSum(like.new_zeros(groups, grads, grads)))
+                side = GramSum.zeros(groups, inputs, like)
+            self.roles[role] = Sums(side, GramSum.zeros(groups, grads, like))
         return self.roles[role]
 
     def curvature(self) -> Kronecker:

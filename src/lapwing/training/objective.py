@@ -97,7 +97,8 @@ class Objective:
 
     def evidence(self, generator: torch.Generator | None) -> Evidence:
         """Curvature and fit at the present weights, in eval mode, at unit noise where there is a noise level."""
-        tangent, likelihood, seen = replace(self.tangent, evaluate=True), self.at(1.0), Seen(self.has_noise, exact=True)
+        tangent, likelihood = replace(self.tangent, evaluate=True), self.at(1.0)
+        seen = Seen(self.has_noise, exact=True, printing=False)
         curvature = self.estimator(tangent, likelihood, seen.watching(self.loader), generator=generator)
         mean = tangent.space.values(tangent.model)
         return Evidence(curvature, mean, seen.fit(mean.dtype), self.noise_power if self.has_noise else 2)
