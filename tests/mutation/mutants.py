@@ -320,9 +320,9 @@ ABOVE = (
     ),
     Mutant(
         "the prior pulls twice as hard in training",
-        "training/objective.py",
-        "torch.dot(shared, torch.stack(squares)) / 2",
-        "torch.dot(shared, torch.stack(squares))",
+        "training/prior_term.py",
+        "alpha=scale * precision)",
+        "alpha=2 * scale * precision)",
         ("training",),
     ),
     Mutant(

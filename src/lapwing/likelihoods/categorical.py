@@ -27,11 +27,16 @@ from typing import ClassVar
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from lapwing.distributions.gaussian_logits import bridge, bridge_norm, probit, probit_full, shrink
 from lapwing.errors import DataError, LikelihoodError
 from lapwing.likelihoods.base import Positionwise, message, require_one_per_position
 from lapwing.likelihoods.links import Link
+
+
+_NO_CLASS = -(2**62)
+"""What torch is told to ignore, in the place of -100, which would pass for a class without a word."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,9 @@ class Categorical(Positionwise):
     def _log_prob(self, f: Float[Tensor, "*lead C"], y: Int64[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
         kept = self.observed(y)
         index = y if kept is None else y.where(kept, 0)
-        log_p = f.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        # one operation with one derivative; no class is left out but those that `ignore_index` names
+        options = {"reduction": "none", "ignore_index": _NO_CLASS}
+        log_p = -cross_entropy(f.flatten(0, -2), index.flatten(), **options).reshape(index.shape)
         return log_p if kept is None else log_p.where(kept, 0.0)
 
     def _grad(self, f: Float[Tensor, "*lead C"], y: Int64[Tensor, "*lead"]) -> Float[Tensor, "*lead C"]:
