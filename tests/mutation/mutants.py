@@ -2264,8 +2264,8 @@ FOURTH = (
     Mutant(
         "the temperature does not divide the log-likelihood that weights are trained on",
         "training/objective.py",
-        "return -likelihood.log_prob(f, y).sum() / (size * self.temperature)",
-        "return -likelihood.log_prob(f, y).sum() / size",
+        "return likelihood.total_loss(f, y) / (size * self.temperature)",
+        "return likelihood.total_loss(f, y) / size",
         ("training", "laplace/test_training.py"),
     ),  # seen as: train(temperature=5): losses, and weights that the prior pulls too little
     Mutant(

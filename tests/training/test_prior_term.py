@@ -1,4 +1,4 @@
-"""The prior's part of a training loss: its gradient in place is that of autograd, for tensors and priors of any kind."""
+"""The prior's part of a training loss: its gradient in place is that of autograd, for tensors of any kind."""
 
 from __future__ import annotations
 

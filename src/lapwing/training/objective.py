@@ -74,7 +74,7 @@ class Objective:
 
     def loss(self, likelihood: Likelihood, f: Tensor, y: Tensor, size: int) -> Float[Tensor, ""]:
         """-log p(y | f) per data point of a batch of `size`, over the temperature."""
-        return -likelihood.log_prob(f, y).sum() / (size * self.temperature)
+        return likelihood.total_loss(f, y) / (size * self.temperature)
 
     @property
     def tensors(self) -> list[Tensor]:
