@@ -58,8 +58,9 @@ class PriorTerm:
     def add_gradient(self, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
         """Adds `scale` times the gradient of the term to the gradients that the tensors hold."""
         for tensor, precision, mean in zip(tensors, self.precisions, self.means, strict=True):
-            plain = not isinstance(precision, Tensor) and _is_zero(mean)
-            if plain and tensor.grad is not None and not tensor.grad.is_sparse:
+            dense = tensor.grad is not None and not tensor.grad.is_sparse
+            if dense and not isinstance(precision, Tensor) and _is_zero(mean):
+                assert tensor.grad is not None
                 tensor.grad.add_(tensor, alpha=scale * precision)  # in one pass, without a copy
                 continue
             slope = (self._away(tensor, mean) * precision * scale).reshape(tensor.shape).to(tensor.dtype)
