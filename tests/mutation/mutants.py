@@ -1884,8 +1884,8 @@ THIRD = (
     Mutant(
         "the prior pulls once per batch of rows, not once per table, where networks of tables are trained",
         "tables/stretch.py",
-        "scale = sigma**2 / len(self.x)",
-        "scale = sigma**2 / self.size",
+        "ParamSpace.of(self.model), len(self.x))",
+        "ParamSpace.of(self.model), self.size)",
         (
             "tables/test_network.py",
             "tables/test_estimators.py",
