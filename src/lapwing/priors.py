@@ -180,9 +180,9 @@ class Prior:
         """(theta - mean)^T diag(precision) (theta - mean)."""
         return (self.sums((theta - self.mean).square()) * self.precisions).sum()
 
-    def logdet(self) -> Float[Tensor, ""]:
-        """log det diag(precision)."""
-        return (self.entries() * self.precisions.log()).sum()
+    def logdet(self, entries: Float[Tensor, " groups"] | None = None) -> Float[Tensor, ""]:
+        """log det diag(precision); with the `entries` of the groups, where they are at hand."""
+        return ((self.entries() if entries is None else entries) * self.precisions.log()).sum()
 
     def log_prob(self, theta: Float[Tensor, " size"]) -> Float[Tensor, ""]:
         """log p(theta), every constant included."""

@@ -24,6 +24,19 @@ def test_grad_is_the_derivative_of_the_negative_log_likelihood(problem):
     torch.testing.assert_close(grad, expected, **RTOL)
 
 
+def test_the_total_loss_and_its_derivative_are_those_of_log_prob(problem):
+    f = problem.f.clone().requires_grad_()
+    loss = problem.likelihood.total_loss(f, problem.y)
+    torch.testing.assert_close(loss, -problem.likelihood.log_prob(f, problem.y).sum(), **RTOL)
+    (slope,) = torch.autograd.grad(loss, f)
+    torch.testing.assert_close(slope, problem.likelihood.grad(problem.f, problem.y), **RTOL)
+
+
+def test_the_class_that_torch_ignores_by_default_is_no_class_here():
+    with pytest.raises(IndexError, match="-100"):
+        Categorical().total_loss(torch.zeros(2, 3), torch.tensor([0, -100]))
+
+
 def test_hessian_is_the_second_derivative_and_positions_are_independent(problem):
     blocks = problem.likelihood.hessian(problem.f, problem.y)
     n_outputs = problem.case.n_outputs

@@ -307,6 +307,27 @@ def test_the_gradient_of_logdet_is_right_where_all_priors_are_equal(structure: S
     close(actual, expected)
 
 
+@every_structure
+@pytest.mark.parametrize("start", [[0.7, 0.7], [0.3, 0.5]], ids=["equal", "different"])
+def test_logdet_by_group_is_that_of_the_twin_with_its_gradients(structure: Structure, start: list[float]) -> None:
+    """In precisions of groups, one per tensor and one for all, and in the scale; equal or not."""
+    case = structure.make(generator())
+    tensors = torch.arange(case.size) if case.tensors is None else case.tensors
+    for groups in (tensors, torch.zeros_like(tensors), None):
+        count = 1 if groups is None else 1 + int(groups.max())
+        each = torch.linspace(*start, count).double().requires_grad_()
+        twin = case.with_prior(each[torch.zeros_like(tensors) if groups is None else groups])
+        expected = torch.linalg.slogdet(twin).logabsdet
+        found = case.curvature.grouped_logdet(groups)
+        close(found(each), expected)
+        close(*(torch.autograd.grad(value, each)[0] for value in (found(each), expected)))
+        scale = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+        prior = each.detach()[0 if groups is None else groups]
+        values = found(each.detach(), scale), (case.curvature * scale).with_prior(prior).logdet()
+        close(*values)
+        close(*(torch.autograd.grad(value, scale)[0] for value in values))
+
+
 # -- what is refused, and what is kept ------------------------------------------------------------------------------
 
 

@@ -320,9 +320,9 @@ ABOVE = (
     ),
     Mutant(
         "the prior pulls twice as hard in training",
-        "training/objective.py",
-        "torch.dot(shared, torch.stack(squares)) / 2",
-        "torch.dot(shared, torch.stack(squares))",
+        "training/prior_term.py",
+        "alpha=scale * precision)",
+        "alpha=2 * scale * precision)",
         ("training",),
     ),
     Mutant(
@@ -1884,8 +1884,8 @@ THIRD = (
     Mutant(
         "the prior pulls once per batch of rows, not once per table, where networks of tables are trained",
         "tables/stretch.py",
-        "scale = sigma**2 / len(self.x)",
-        "scale = sigma**2 / self.size",
+        "ParamSpace.of(self.model), len(self.x))",
+        "ParamSpace.of(self.model), self.size)",
         (
             "tables/test_network.py",
             "tables/test_estimators.py",
@@ -2264,8 +2264,8 @@ FOURTH = (
     Mutant(
         "the temperature does not divide the log-likelihood that weights are trained on",
         "training/objective.py",
-        "return -likelihood.log_prob(f, y).sum() / (size * self.temperature)",
-        "return -likelihood.log_prob(f, y).sum() / size",
+        "return likelihood.total_loss(f, y) / (size * self.temperature)",
+        "return likelihood.total_loss(f, y) / size",
         ("training", "laplace/test_training.py"),
     ),  # seen as: train(temperature=5): losses, and weights that the prior pulls too little
     Mutant(

@@ -178,11 +178,8 @@ class Matrix(Accumulator):
         """The sums of a role, made when first asked for; `inputs` None stands for token counts."""
         if role not in self.roles:
             groups = self.layout.groups
-            if inputs is None:
-                side = like.new_zeros(groups, self.layout.rows)
-            else:
-                side = GramSum(like.new_zeros(groups, inputs, inputs))
-            self.roles[role] = Sums(side, GramSum(like.new_zeros(groups, grads, grads)))
+            side = like.new_zeros(groups, self.layout.rows) if inputs is None else GramSum.zeros(groups, inputs, like)
+            self.roles[role] = Sums(side, GramSum.zeros(groups, grads, like))
         return self.roles[role]
 
     def curvature(self) -> Kronecker:

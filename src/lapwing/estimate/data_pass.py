@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, LapwingError, ModelError
-from lapwing.estimate.cotangents import Cotangents
+from lapwing.estimate.cotangents import Columns, Cotangents
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg.rows import Piece
 from lapwing.tangent import Linearisation, Tangent
@@ -101,14 +101,106 @@ class Pulled:
 
 def linearised(tangent: Tangent, likelihood: Likelihood, batches: Batches) -> Iterator[tuple[Linearisation, Tensor]]:
     """(linearisation, targets) of every batch, checked; errors name the batch."""
+    for part in _passed(tangent, likelihood, batches, joining=False):
+        yield part.linearisation, part.y
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A linearisation of one batch, or of several side by side: the number of the first, and the rows of each."""
+
+    linearisation: Linearisation
+    y: Any
+    first: int
+    rows: tuple[int, ...] = ()
+
+    def columns(self, likelihood: Likelihood, cotangents: Cotangents, generator: torch.Generator | None) -> Columns:
+        """Of every batch on its own, so that what is drawn does not depend on which batches lie side by side."""
+        value, found = self.linearisation.value, []
+        pairs = zip(value.split(self.rows), self.y.split(self.rows), strict=True) if self.rows else [(value, self.y)]
+        for number, (f, y) in enumerate(pairs, self.first):
+            with named(number):
+                found.append(cotangents(likelihood, f, y, generator))
+        if len(found) == 1:
+            return found[0]
+        return Columns(found[0].count, lambda part: torch.cat([each.take(part) for each in found], dim=1))
+
+
+@dataclass
+class _Joining:
+    """How many rows may lie side by side; 0 for one batch at a time."""
+
+    most: int = 0
+
+
+JOINED = 2**22
+"""Bytes of inputs and of one cotangent, all layers together, up to which batches are put side by side."""
+
+
+def _passed(tangent: Tangent, likelihood: Likelihood, batches: Batches, joining: bool) -> Iterator[_Part]:
+    """Every batch, checked and linearised; if `joining`, small ones of one shape side by side.
+
+    A pass over small batches is mostly calls, which cost the same for four batches as for one.
+    """
     if tangent.differentiable:  # a curvature is no function of the inputs
         tangent = replace(tangent, differentiable=False)
+
+    def at(x: Any, y: Any, first: int, rows: tuple[int, ...] = ()) -> _Part:
+        linearisation = tangent.at(x)
+        observe(batches, likelihood, linearisation.value, y)
+        return _Part(linearisation, y, first, rows)
+
+    limit = _Joining()
+    for group in _groups(batches, limit):
+        if len(group) > 1:
+            numbers, xs, ys = zip(*group, strict=True)
+            together = None
+            with suppress(Exception):  # the batch at fault is to say what is wrong; or the model takes one batch size
+                together = at(torch.cat(xs), torch.cat(ys), numbers[0], tuple(map(len, ys)))
+            if together is not None:
+                yield together
+                continue
+            limit.most = 0
+        for number, x, y in group:
+            with named(number):
+                part = at(x, y, number)
+            if joining and number == 0 and _plain(x, y) and not part.linearisation.record.opaque:
+                needed = x.numel() * x.element_size() + part.linearisation.cotangent_bytes
+                limit.most = JOINED * len(x) // max(1, needed)
+            yield part
+
+
+def _groups(batches: Batches, limit: _Joining) -> Iterator[list[tuple[int, Any, Any]]]:
+    """(number, inputs, targets) of every batch, with those that follow it as long as they are alike and few rows."""
+    waiting: list[tuple[int, Any, Any]] = []
+    rows = 0
     for number, batch in numbered(batches):
         with named(number):
             x, y = pair(batch)
-            linearisation = tangent.at(x)
-            observe(batches, likelihood, linearisation.value, y)
-        yield linearisation, y
+        fits = _plain(x, y) and rows + len(x) <= limit.most
+        if waiting and not (fits and _alike(waiting[0][1], x) and _alike(waiting[0][2], y)):
+            yield waiting
+            waiting, rows = [], 0
+        rows += len(x) if _plain(x, y) else 0
+        if rows and rows + len(x) <= limit.most:
+            waiting.append((number, x.clone(), y.clone()))  # a loader may fill one tensor again and again
+            continue
+        waiting.append((number, x, y))
+        yield waiting
+        waiting, rows = [], 0
+    if waiting:
+        yield waiting
+
+
+def _plain(x: Any, y: Any) -> bool:
+    """Whether inputs and targets are one tensor each, of as many rows."""
+    if type(x) is not Tensor or type(y) is not Tensor or x.requires_grad or y.requires_grad:
+        return False
+    return x.dim() > 0 and y.dim() > 0 and len(x) == len(y) > 0
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape[1:], a.dtype, a.device, a.layout) == (b.shape[1:], b.dtype, b.device, b.layout)
 
 
 def pulled(
@@ -117,11 +209,11 @@ def pulled(
     batches: Batches,
     cotangents: Cotangents,
     generator: torch.Generator | None,
+    joining: bool = False,
 ) -> Iterator[Pulled]:
-    """Rows of every batch, for as many cotangents at a time as the budget allows."""
-    for number, (linearisation, y) in enumerate(linearised(tangent, likelihood, batches)):
-        with named(number):
-            columns = cotangents(likelihood, linearisation.value, y, generator)
+    """Rows of every batch, for as many cotangents at a time as the budget allows; `joining` as for `_passed`."""
+    for batch in _passed(tangent, likelihood, batches, joining):
+        linearisation, columns = batch.linearisation, batch.columns(likelihood, cotangents, generator)
         # an eighth of the budget keeps a fit near the memory of a training step, for a tenth of the time or so
         step = max(1, tangent.budget // 8 // max(1, linearisation.cotangent_bytes))
         for part, chunk in enumerate(columns.chunked(step)):

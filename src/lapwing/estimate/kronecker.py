@@ -99,7 +99,7 @@ def kflr(
     def make(segments: Segments, group: Sequence[Piece], linearisation: Linearisation) -> Accumulator:
         return _accumulator(segments, group, linearisation, settings)
 
-    rows = pulled(tangent, likelihood, batches, cotangents, generator)
+    rows = pulled(tangent, likelihood, batches, cotangents, generator, joining=True)
     accumulate(_without_opaque(rows) if settings.on_unsupported == "error" else rows, tangent, blocks, make)
     return collect(blocks, tangent.space)
 

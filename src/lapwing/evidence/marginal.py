@@ -9,14 +9,16 @@ curvature is decomposed once; every further evaluation costs O(P) or so and is d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import pi
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
 from lapwing.linalg import Curvature, Precision
+from lapwing.linalg.contracts import GroupedLogdet, scaled
 from lapwing.priors import Prior
 
 
@@ -49,6 +51,17 @@ class GaussianFit:
 def lowest_noise(dtype: torch.dtype) -> float:
     """finfo.tiny ** 0.2 (2.6e-8 in float32, 3e-62 in float64): its fourth power still has a finite reciprocal."""
     return torch.finfo(dtype).tiny ** 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class _ByGroup:
+    """What log Z needs to know of a prior's groups: their sizes, |theta - mean|^2 of each, and the log-determinant."""
+
+    groups: Int[Tensor, " params"] | None
+    about: Tensor | float
+    entries: Float[Tensor, " groups"]
+    squares: Float[Tensor, " groups"]
+    logdet: GroupedLogdet
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +107,12 @@ class Evidence:
 
     def precision(self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Precision:
         """The posterior precision."""
+        return scaled(self.curvature, self._scale(sigma, temperature)).with_prior(prior.precision())
+
+    def _scale(self, sigma: float | Tensor, temperature: float | Tensor) -> Float[Tensor, ""] | int:
+        """What multiplies the curvature; a plain 1 where nothing does."""
         scale = 1 / (self._noise(sigma) ** self.noise_power * self._positive(temperature, "temperature"))
-        plain = not scale.requires_grad and float(scale) == 1
-        return (self.curvature if plain else self.curvature * scale).with_prior(prior.precision())
+        return 1 if not scale.requires_grad and float(scale) == 1 else scale
 
     def log_marginal(
         self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0
@@ -104,9 +120,26 @@ class Evidence:
         """log Z of the Laplace approximation; a temperature divides the log-likelihood as it does the curvature."""
         sigma = self._noise(sigma)
         fit = self.fit.log_likelihood(sigma) if isinstance(self.fit, GaussianFit) else self.fit
-        logdet = self.precision(prior, sigma, temperature).logdet()
-        ratio = (prior.logdet() - prior.scatter(self.mean) - logdet) / 2
+        by_group = self._by_group(prior)
+        logdet = by_group.logdet(prior.precisions, self._scale(sigma, temperature))
+        ratio = (prior.logdet(by_group.entries) - (by_group.squares * prior.precisions).sum() - logdet) / 2
         return fit / self._positive(temperature, "temperature") + ratio
+
+    def _by_group(self, prior: Prior) -> _ByGroup:
+        """Of the groups and the mean of a prior, whatever its precisions; those that were asked for last are kept."""
+        kept = self._kept.get("last")
+        if kept is None or kept.groups is not prior.groups or kept.about is not prior.mean:
+            squares = prior.sums((self.mean - prior.mean).square())
+            logdet = self.curvature.grouped_logdet(prior.groups)
+            kept = _ByGroup(prior.groups, prior.mean, prior.entries(), squares, logdet)
+            # a graph is for one use, and autograd has none for tensors of inference mode
+            if not squares.requires_grad and not squares.is_inference():
+                self._kept["last"] = kept
+        return kept
+
+    @cached_property
+    def _kept(self) -> dict[str, _ByGroup]:
+        return {}
 
     def effective_parameters(
         self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0

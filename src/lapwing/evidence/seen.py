@@ -31,7 +31,8 @@ from lapwing.evidence.marginal import GaussianFit
 class Seen:
     """Data points, the log-likelihood or the squared residuals, and the outputs' shape, of the latest pass.
 
-    Squared residuals are at least the square of float32's rounding of their target, unless they are `exact`.
+    Squared residuals are at least the square of float32's rounding of their target, unless they are `exact`. Without
+    `printing` there is no fingerprint.
     """
 
     regression: bool
@@ -41,6 +42,7 @@ class Seen:
     shape: torch.Size | None = None
     exact: bool = False
     prints: Tensor | int | None = 0
+    printing: bool = True
 
     @property
     def fingerprint(self) -> int | None:
@@ -52,7 +54,8 @@ class Seen:
         return Watched(batches, self.start, self.saw)
 
     def start(self) -> None:
-        self.points, self.targets, self.total, self.shape, self.prints = 0, 0, 0.0, None, 0
+        self.points, self.targets, self.total, self.shape = 0, 0, 0.0, None
+        self.prints = 0 if self.printing else None
 
     def saw(self, value: Tensor, y: Tensor, log_prob: Tensor) -> None:
         self.points += len(value)

@@ -127,9 +127,9 @@ class Likelihood(ABC):
     def check(self, f: Tensor, y: Tensor) -> None:
         """Raise `LikelihoodError` or `DataError` unless y is a valid target for f. Reads y once."""
         self._check_metadata(f, y)
-        invalid = self._invalid(f, y)
-        if not bool(invalid.any()):
+        if self._all_valid(f, y):
             return
+        invalid = self._invalid(f, y)
         index = invalid.nonzero()[0].tolist()
         value = y[tuple(index)].item()
         found = f"{type(self).__name__} target {value} at index {index} ({int(invalid.sum())} such values)"
@@ -164,6 +164,10 @@ class Likelihood(ABC):
     def _invalid(self, f: Tensor, y: Tensor) -> Bool[Tensor, "*target"]:
         """True where a value of y is outside the support, NaN and infinity included."""
 
+    def _all_valid(self, f: Tensor, y: Tensor) -> bool:
+        """Whether `_invalid` is nowhere true; where there is a cheaper way to ask."""
+        return not bool(self._invalid(f, y).any())
+
     @abstractmethod
     def _domain(self, f: Tensor) -> tuple[str, str]:
         """What `_invalid` accepts, and the remedy, in words."""
@@ -177,6 +181,10 @@ class Likelihood(ABC):
     @abstractmethod
     def log_prob(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, " batch"]:
         """log p(y_n | f_n) for each data point, summed over its positions, with every constant."""
+
+    def total_loss(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, ""]:
+        """-log p(y | f) summed over data points: what training minimises, in as few operations as there may be."""
+        return -self.log_prob(f, y).sum()
 
     @abstractmethod
     def grad(self, f: Float[Tensor, "batch *outputs"], y: Tensor) -> Float[Tensor, "batch *outputs"]:

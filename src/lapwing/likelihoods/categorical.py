@@ -27,11 +27,15 @@ from typing import ClassVar
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from lapwing.distributions.gaussian_logits import bridge, bridge_norm, probit, probit_full, shrink
 from lapwing.errors import DataError, LikelihoodError
 from lapwing.likelihoods.base import Positionwise, message, require_one_per_position
 from lapwing.likelihoods.links import Link
+
+_NO_CLASS = -(2**62)
+"""What torch is told to ignore, in the place of -100, which would pass for a class without a word."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,12 @@ class Categorical(Positionwise):
         out_of_range = (y < 0) | (y >= f.shape[self._axis(f)])
         return out_of_range if self.ignore_index is None else out_of_range & (y != self.ignore_index)
 
+    def _all_valid(self, f: Tensor, y: Tensor) -> bool:
+        if self.ignore_index is not None or not y.numel():
+            return super()._all_valid(f, y)
+        low, high = torch.aminmax(y)
+        return int(low) >= 0 and int(high) < f.shape[self._axis(f)]
+
     def _domain(self, f: Tensor) -> tuple[str, str]:
         last = f.shape[self._axis(f)] - 1
         remedy = "check the number of outputs, count classes from 0, or set ignore_index for positions without a label"
@@ -91,6 +101,12 @@ class Categorical(Positionwise):
         index = y if kept is None else y.where(kept, 0)
         log_p = f.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
         return log_p if kept is None else log_p.where(kept, 0.0)
+
+    def total_loss(self, f: Float[Tensor, "batch *outputs"], y: Int64[Tensor, "*lead"]) -> Float[Tensor, ""]:
+        if self.ignore_index is not None or f.dim() != 2:
+            return super().total_loss(f, y)
+        f, y = self._prepare(f, y)
+        return cross_entropy(f, y, reduction="sum", ignore_index=_NO_CLASS)
 
     def _grad(self, f: Float[Tensor, "*lead C"], y: Int64[Tensor, "*lead"]) -> Float[Tensor, "*lead C"]:
         kept = self.observed(y)

@@ -11,12 +11,12 @@ from functools import cached_property, reduce
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
 from lapwing.linalg.checks import check_prior
-from lapwing.linalg.contracts import Curvature, Precision, same_kind
+from lapwing.linalg.contracts import Curvature, GroupedLogdet, Precision, same_kind
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.layout import Segments
 from lapwing.linalg.rows import Piece, Places
@@ -124,16 +124,32 @@ class Blocks(Curvature):
         return out
 
     def with_prior(self, precision: float | int | Tensor) -> BlocksPrecision:
-        delta = check_prior(precision, self.size, self.blocks[0].curvature.diagonal())
+        # every block has it in a dtype and on a device of its own
+        like = precision if isinstance(precision, Tensor) else torch.empty((), dtype=torch.float64)
+        delta = check_prior(precision, self.size, like)
         parts = []
         for block in self.blocks:
             local = delta if delta.dim() == 0 else block.segments.gather(delta)
             parts.append((block.segments, block.curvature.with_prior(local)))
         return BlocksPrecision(self.size, tuple(parts))
 
+    def grouped_logdet(self, groups: Int[Tensor, " params"] | None) -> BlocksLogdet:
+        parts = [(block, None if groups is None else block.segments.gather(groups)) for block in self.blocks]
+        return BlocksLogdet(tuple(block.curvature.grouped_logdet(local) for block, local in parts))
+
     def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
         assigned = Places([block.segments for block in self.blocks]).assigned(pieces)
         return _sum(self.blocks[i].curvature.sweep(local, precisions) for i, local in assigned)
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksLogdet(GroupedLogdet):
+    """The sum over blocks."""
+
+    parts: tuple[GroupedLogdet, ...]
+
+    def __call__(self, precisions: Float[Tensor, " groups"], scale: float | int | Tensor = 1) -> Float[Tensor, ""]:
+        return torch.stack([part(precisions, scale) for part in self.parts]).sum()
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,9 +116,51 @@ class Curvature(ABC):
         precisions = check_precisions(precisions)
         return torch.stack([self.with_prior(precision).squares(pieces) for precision in precisions])
 
+    def grouped_logdet(self, groups: Int[Tensor, " params"] | None) -> GroupedLogdet:
+        """log det(scale * self + diag(precisions[groups])) as a function of precisions [groups] and scale, for many.
+
+        What depends on the groups alone is found out once; None stands for one group of all parameters.
+        """
+        return ExpandedLogdet(self, groups, one_group(groups))
+
     def variances(self, linear_map: LinearMap, precisions: Float[Tensor, " k"]) -> Float[Tensor, "k batch outputs"]:
         """Variance of every output under each of k isotropic prior precisions, with one linearisation."""
         return torch.cat([self.sweep(part.pieces(), precisions) for part in linear_map.parts()], dim=1)
+
+
+class GroupedLogdet(ABC):
+    """log det(scale * curvature + diag(precisions[groups])), differentiable in both arguments."""
+
+    @abstractmethod
+    def __call__(self, precisions: Float[Tensor, " groups"], scale: float | int | Tensor = 1) -> Float[Tensor, ""]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ExpandedLogdet(GroupedLogdet):
+    """By a precision for every parameter, or by one number where they are in one group."""
+
+    curvature: Curvature
+    groups: Int[Tensor, " params"] | None
+    only: int | None
+
+    def __call__(self, precisions: Float[Tensor, " groups"], scale: float | int | Tensor = 1) -> Float[Tensor, ""]:
+        prior = precisions[self.groups] if self.only is None else precisions[self.only]
+        return scaled(self.curvature, scale).with_prior(prior).logdet()
+
+
+def one_group(groups: Int[Tensor, " params"] | None) -> int | None:
+    """The number of the group that all parameters are in, if there is one; None stands for group 0 of all."""
+    if groups is None:
+        return 0
+    return int(groups[0]) if len(groups) and bool((groups == groups[0]).all()) else None
+
+
+AnyCurvature = TypeVar("AnyCurvature", bound=Curvature)
+
+
+def scaled(curvature: AnyCurvature, scale: float | int | Tensor) -> AnyCurvature:
+    """scale * curvature; the curvature itself, with what it has decomposed, for a plain 1."""
+    return curvature if not isinstance(scale, Tensor) and scale == 1 else curvature * scale  # pyright: ignore[reportReturnType]
 
 
 class Precision(ABC):

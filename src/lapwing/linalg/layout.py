@@ -96,7 +96,7 @@ class MatrixLayout:
         """Number of columns, the bias included."""
         return self.cols + (self.bias is not None)
 
-    def gather(self, v: Float[Tensor, "*batch flat"]) -> Float[Tensor, "*batch groups rows width"]:
+    def gather(self, v: Shaped[Tensor, "*batch flat"]) -> Shaped[Tensor, "*batch groups rows width"]:
         lead = v.shape[:-1]
         weight = v[..., self.start : self.start + prod(self.stored)].reshape(*lead, *self.stored)
         order = [len(lead) + axis for axis in self.order] if lead else self.order

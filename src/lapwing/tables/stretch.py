@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from lapwing.evidence import Evidence, Tuned
 from lapwing.evidence.tuners import Limits, share_left, updates
 from lapwing.laplace import BaseLaplace, Laplace
+from lapwing.params import ParamSpace
 from lapwing.priors import Prior
 from lapwing.tables.network import Spec, heads_of
 from lapwing.training.loop import Best, Epoch, Gradient, Looks, TrainingLoop
+from lapwing.training.prior_term import PriorTerm
 
 EVIDENCE_ROWS = 20_000
 FACTOR = 2_000
@@ -130,17 +132,13 @@ class TableTraining:
 
     def under(self, prior: Prior, sigma: float) -> Gradient:
         """Losses without the prior, and gradients with it, at unit noise: a rate means the same whatever sigma is."""
-        scale = sigma**2 / len(self.x)
-        parameters = list(self.model.parameters())
-        parts = prior.precision().expand(prior.size).split([parameter.numel() for parameter in parameters])
-        decay = [float(part[0]) * scale for part in parts]
+        parameters, scale = list(self.model.parameters()), sigma**2
+        term = PriorTerm.of(prior, ParamSpace.of(self.model), len(self.x))
 
         def gradient(x: Any, y: Any) -> tuple[float, float]:
             loss = self.loss(self.model(x), y)
             loss.backward()
-            for parameter, strength in zip(parameters, decay, strict=True):
-                assert parameter.grad is not None
-                parameter.grad.add_(parameter.detach(), alpha=strength)
+            term.add_gradient(parameters, scale)
             value = float(loss.detach())
             return value, value
 

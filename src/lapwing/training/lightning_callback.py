@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from lapwing.errors import OptionError
@@ -64,11 +63,7 @@ class EvidenceCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues, re
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         assert self.tuner is not None
-        parameters = list(self.tuner.objective.tangent.parameters.values())
-        with torch.enable_grad():
-            gradients = torch.autograd.grad(self.scale * self.tuner.penalty(), parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self.tuner.add_penalty_gradient(self.scale)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self.tuner is not None

@@ -71,8 +71,8 @@ class Looks:
 class TrainingLoop:
     """What does not change while a model is trained.
 
-    `objective` makes the gradient of an epoch from the prior and the noise level. A scheduler takes a step per epoch,
-    or per batch.
+    `objective` makes the gradient of the epochs up to the next look from the prior and the noise level. A scheduler
+    takes a step per epoch, or per batch.
     """
 
     model: nn.Module
@@ -97,8 +97,9 @@ class TrainingLoop:
         There is a look after each epoch that is `due`, and after the last. The callback is told of every epoch, with
         the evidence of its look. `done` epochs of a run that goes on are behind it.
         """
+        gradient = self.objective(looks.prior, float(looks.sigma))
         for number in range(done + 1, epochs + 1):
-            loss = self.epoch(number, looks.prior, float(looks.sigma))
+            loss = self.epoch(number, gradient)
             if not self.scheduler_per_batch:
                 advance(self.scheduler, loss)
             evidence, tuned, better = None, None, False
@@ -106,15 +107,15 @@ class TrainingLoop:
                 evidence = self.evidence()
                 tuned = self.tune(evidence, looks.prior, looks.sigma)
                 better = looks.note(number, tuned, self.model)
+                gradient = self.objective(looks.prior, float(looks.sigma))
             callback(Epoch(number, loss, tuned, better), evidence)
         assert looks.best is not None
         self.optimiser.zero_grad(set_to_none=True)
         restore(self.model, looks.best.weights)
         return looks.best
 
-    def epoch(self, number: int, prior: Prior, sigma: float) -> float:
+    def epoch(self, number: int, gradient: Gradient) -> float:
         """One pass of steps; the mean of the loss over data points."""
-        gradient = self.objective(prior, sigma)
         total = taken = 0
         for batch, (x, y) in enumerate(pairs(self.batches)):
             losses: list[float] = []

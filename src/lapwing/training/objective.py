@@ -8,7 +8,7 @@ Nothing of a batch is kept after it; an evaluation has the memory of one curvatu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -27,6 +27,7 @@ from lapwing.priors import Prior
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import batch_size, call
 from lapwing.training.loop import Gradient
+from lapwing.training.prior_term import PriorTerm
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,56 +50,41 @@ class Objective:
     def under(self, prior: Prior, sigma: float) -> Gradient:
         """Losses and gradients of batches. The gradient is scaled by T sigma^2; the loss that is returned is not."""
         likelihood, scale = self.at(sigma), self.temperature * sigma**2
-        penalty = self.penalty_under(prior)
+        term, tensors = self.prior_term(prior), self.tensors
 
         def gradient(x: Any, y: Any) -> tuple[float, float]:
             f = call(self.tangent.model, x)
             likelihood.check(f, y)
-            loss = self.loss(likelihood, f, y, batch_size(x)) + penalty()
-            value = float(loss.detach())
+            loss = self.loss(likelihood, f, y, batch_size(x))
+            with torch.no_grad():
+                value = float(loss.detach() + term.value(tensors))
             if not isfinite(value):
                 raise DataError(
                     f"the loss is {value}; expected a finite number. Use a smaller learning rate, or check the data."
                 )
-            (loss * scale).backward()
+            if loss.requires_grad:  # not where a batch uses no weight at all
+                (loss if scale == 1 else loss * scale).backward()
+            term.add_gradient(tensors, scale)
             return value, value * scale
 
         return gradient
 
     def loss(self, likelihood: Likelihood, f: Tensor, y: Tensor, size: int) -> Float[Tensor, ""]:
         """-log p(y | f) per data point of a batch of `size`, over the temperature."""
-        return -likelihood.log_prob(f, y).sum() / (size * self.temperature)
+        return likelihood.total_loss(f, y) / (size * self.temperature)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The weights that are trained, as the model holds them now."""
+        return list(self.tangent.parameters.values())
+
+    def prior_term(self, prior: Prior) -> PriorTerm:
+        """1/2 (theta - mean)^T prior (theta - mean) per data point, as a function of the tensors."""
+        return PriorTerm.of(prior, self.tangent.space, self.points)
 
     def penalty(self, prior: Prior) -> Float[Tensor, ""]:
-        """1/2 (theta - mean)^T prior (theta - mean) per data point, at the present weights."""
-        return self.penalty_under(prior)()
-
-    def penalty_under(self, prior: Prior) -> Callable[[], Float[Tensor, ""]]:
-        """`penalty` for many batches: precisions are given to the tensors once, and no batch gathers them by group."""
-        space, parameters = self.tangent.space, self.tangent.parameters
-        tensors = [parameters[name] for name in space.names]
-
-        def parts(values: Tensor | float) -> list[Tensor]:
-            values = torch.as_tensor(values, dtype=space.dtype, device=space.device).detach()
-            if values.dim() == 0:
-                return [values] * len(tensors)
-            each = [part.flatten() for part in space.unravel(values).values()]
-            return [part[0] if len(part) and bool((part == part[0]).all()) else part for part in each]
-
-        precisions, means = parts(prior.precision() / self.points), parts(prior.mean)
-        shared = torch.stack([each if each.dim() == 0 else torch.ones_like(each[0]) for each in precisions])
-        own = [None if each.dim() == 0 else each for each in precisions]
-        centred = [mean.dim() == 0 and float(mean) == 0 for mean in means]
-
-        def penalty() -> Tensor:
-            squares = []
-            for tensor, precision, mean, at_zero in zip(tensors, own, means, centred, strict=True):
-                away = tensor.to(mean.dtype).flatten()
-                away = away if at_zero else away - mean
-                squares.append(torch.dot(away, away if precision is None else precision * away))
-            return torch.dot(shared, torch.stack(squares)) / 2
-
-        return penalty
+        """The prior's term at the present weights, differentiable in them."""
+        return self.prior_term(prior).value(self.tensors)
 
     def check(self, batch: tuple[Any, Any], prior: Prior, generator: torch.Generator | None) -> None:
         """Refuses, before any step, a model that the estimator has no rule for or a prior that it cannot carry."""
@@ -108,7 +94,8 @@ class Objective:
 
     def evidence(self, generator: torch.Generator | None) -> Evidence:
         """Curvature and fit at the present weights, in eval mode, at unit noise where there is a noise level."""
-        tangent, likelihood, seen = replace(self.tangent, evaluate=True), self.at(1.0), Seen(self.has_noise, exact=True)
+        tangent, likelihood = replace(self.tangent, evaluate=True), self.at(1.0)
+        seen = Seen(self.has_noise, exact=True, printing=False)
         curvature = self.estimator(tangent, likelihood, seen.watching(self.loader), generator=generator)
         mean = tangent.space.values(tangent.model)
         return Evidence(curvature, mean, seen.fit(mean.dtype), self.noise_power if self.has_noise else 2)

@@ -45,6 +45,7 @@ from lapwing.training.evidence_ascent import Hyper, adam
 from lapwing.training.loop import Best, Looks
 from lapwing.training.objective import Estimator, Objective, count
 from lapwing.training.options import check_numbers, starting_noise, starting_prior
+from lapwing.training.prior_term import PriorTerm
 from lapwing.training.train_mode import restore
 
 
@@ -87,6 +88,7 @@ class EvidenceTuner:
         self.log_marginals: list[float] = []
         self._burn_in, self._every, self._steps, self._lr = burn_in, every, hyper_steps, hyper_lr
         self._fixed, self._generator = fixed_noise, generator
+        self._term: tuple[Prior, PriorTerm] | None = None
         first, counted = count(loader, points)
         tangent = Tangent(model, space)
         self.objective = Objective(loader, likelihood, tangent, estimator, has_noise, temperature, counted, noise_power)
@@ -126,7 +128,17 @@ class EvidenceTuner:
     def penalty(self) -> Float[Tensor, ""]:
         """The prior's part of the loss, for a mean -log p(y | f) of one's own at unit noise: `cross_entropy(f, y)`,
         or the half squared error, summed over outputs and averaged over data points."""
-        return self.objective.penalty(self.prior) * self._scale
+        return self._prior_term().value(self.objective.tensors) * self._scale
+
+    def add_penalty_gradient(self, scale: float | int = 1.0) -> None:
+        """Adds the gradient of `scale * penalty()` to those that the weights hold: after `backward`, before a step."""
+        self._prior_term().add_gradient(self.objective.tensors, scale * self._scale)
+
+    def _prior_term(self) -> PriorTerm:
+        """Made anew where a look has changed the prior."""
+        if self._term is None or self._term[0] is not self.prior:
+            self._term = self.prior, self.objective.prior_term(self.prior)
+        return self._term[1]
 
     def due(self, number: int) -> bool:
         """Whether there is a look after this epoch, counted from 1."""

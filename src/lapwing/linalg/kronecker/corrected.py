@@ -32,13 +32,13 @@ from lapwing.linalg.checks import (
     check_finite,
     check_positive,
     check_precisions,
-    check_prior,
     check_rank,
     check_scale,
     rounding,
 )
 from lapwing.linalg.contracts import Curvature, same_kind
-from lapwing.linalg.kronecker.factors import block_priors, joint_prior, last_entry
+from lapwing.linalg.kronecker.block_prior import BlockPrior
+from lapwing.linalg.kronecker.factors import joint_prior, last_entry
 from lapwing.linalg.kronecker.precision import KroneckerPrecision
 from lapwing.linalg.kronecker.rotation import EigenPart, each_part, swept
 from lapwing.linalg.layout import MatrixLayout
@@ -66,7 +66,7 @@ class EigenColumns:
 
 
 @dataclass(frozen=True, eq=False)
-class CorrectedKronecker(Curvature):
+class CorrectedKronecker(BlockPrior):
     """One weight and its bias; `columns` is one entry for both, or one each where their correlation is dropped.
 
     `apart` has one each as well, for priors that differ between the two; empty where there is nothing to decouple.
@@ -142,9 +142,11 @@ class CorrectedKronecker(Curvature):
         values = self.columns[0].values
         return self.mv(torch.eye(self.size, dtype=values.dtype, device=values.device))
 
-    def with_prior(self, precision: float | int | Tensor) -> KroneckerPrecision:
-        """Exact for one precision, or one for the weight and one for the bias (which then decouples the two)."""
-        deltas, equal = block_priors(self.layout, check_prior(precision, self.size, self.columns[0].values))
+    @property
+    def like(self) -> Tensor:
+        return self.columns[0].values
+
+    def with_block_priors(self, deltas: Sequence[Float[Tensor, ""]], equal: bool) -> KroneckerPrecision:
         columns = self.columns if equal or not self.apart else self.apart
         parts = []
         for i, part in enumerate(self._parts(columns)):

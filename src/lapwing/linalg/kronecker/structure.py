@@ -22,20 +22,14 @@ from functools import cached_property, reduce
 from itertools import combinations, product
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError, LapwingWarning
-from lapwing.linalg.checks import (
-    check_finite,
-    check_positive,
-    check_precisions,
-    check_prior,
-    check_rank,
-    check_scale,
-)
-from lapwing.linalg.contracts import Curvature, Multiple, Precision, same_kind
+from lapwing.linalg.checks import check_finite, check_positive, check_precisions, check_rank, check_scale
+from lapwing.linalg.contracts import Curvature, GroupedLogdet, Multiple, Precision, same_kind
 from lapwing.linalg.dense import Dense
+from lapwing.linalg.kronecker.block_prior import BlockPrior
 from lapwing.linalg.kronecker.corrected import CorrectedKronecker, EigenColumns, ties_of
 from lapwing.linalg.kronecker.factored import DampedPart, FactoredPrecision, damped
 from lapwing.linalg.kronecker.factors import (
@@ -43,7 +37,6 @@ from lapwing.linalg.kronecker.factors import (
     Term,
     add_terms,
     apply,
-    block_priors,
     column_parts,
     cut,
     diagonal_of,
@@ -64,7 +57,7 @@ from lapwing.linalg.rows import OuterRows, Piece
 
 
 @dataclass(frozen=True, eq=False)
-class Kronecker(Curvature):
+class Kronecker(BlockPrior):
     """G (x) A / count for one weight and its bias.
 
     `terms` has one entry per role the weight plays: one, except where it is also used transposed or as a lookup
@@ -159,9 +152,13 @@ class Kronecker(Curvature):
             return self.multiple.of._eigen_separate
         return [eigen(cut(self.factors[0], part), "an input factor") for part in column_parts(self.layout, joint=False)]
 
-    def with_prior(self, precision: float | int | Tensor) -> KroneckerPrecision | FactoredPrecision:
-        """Exact for one precision, or one for the weight and one for the bias (which then decouples the two)."""
-        deltas, equal = block_priors(self.layout, check_prior(precision, self.size, self.terms[0].rows))
+    @property
+    def like(self) -> Tensor:
+        return self.terms[0].rows
+
+    def with_block_priors(
+        self, deltas: Sequence[Float[Tensor, ""]], equal: bool
+    ) -> KroneckerPrecision | FactoredPrecision:
         joint = self.joint_bias and equal
         if self.factored_damping and all(float(delta.detach()) > 0 for delta in deltas) and not self._followed(deltas):
             return self._factored(deltas, joint)
@@ -321,6 +318,9 @@ class KroneckerSum(Curvature):
 
     def with_prior(self, precision: float | int | Tensor) -> Precision:
         return self.decomposed.with_prior(precision)
+
+    def grouped_logdet(self, groups: Int[Tensor, " params"] | None) -> GroupedLogdet:
+        return self.decomposed.grouped_logdet(groups)
 
     def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
         return self.decomposed.sweep(pieces, precisions)
