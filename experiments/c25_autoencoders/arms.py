@@ -154,7 +154,7 @@ Stepper = SecondOrder | FirstOrder | FullBatch
 def soap(parameters: Any, rate: float) -> torch.optim.Optimizer | None:
     """SOAP of the package pytorch-optimizer, or None where that is not installed."""
     try:
-        from pytorch_optimizer import SOAP
+        from pytorch_optimizer import SOAP  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     return SOAP(parameters, lr=rate, weight_decay=0.0)
@@ -219,9 +219,13 @@ def in_processes(task: Callable[[Any], Any], jobs: Sequence[Any], smoke: bool) -
         return list(pool.map(task, jobs))
 
 
+def columns(runs: Sequence[dict[str, Any]], key: str) -> list[list[float]]:
+    """Losses of several seeds at each mark, as results.json has them: one that is not finite is there by its name."""
+    return [[float(each) for each in column] for column in zip(*(run[key] for run in runs), strict=True)]
+
+
 def medians(runs: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """Over the runs of several seeds, at each mark."""
-    return [median(column) for column in zip(*(run[key] for run in runs), strict=True)]
+    return [median(column) for column in columns(runs, key)]
 
 
 def cells(runs: Sequence[dict[str, Any]], config: dict[str, Any]) -> str:
@@ -231,7 +235,7 @@ def cells(runs: Sequence[dict[str, Any]], config: dict[str, Any]) -> str:
     """
     places = [("at_seconds", round(share * config["marks"]) - 1) for share in config["shown_shares"]]
     places += [("at_updates", config["updates"].index(count)) for count in config["shown_updates"]]
-    found = [shown_range([run[key][at] for run in runs]) if runs[0][key] else "" for key, at in places]
+    found = [shown_range(columns(runs, key)[at]) if runs[0][key] else "" for key, at in places]
     made = f"{median(run['updates_in_time'] for run in runs):.0f}" if runs[0]["at_seconds"] else ""
     return " | ".join([*found, made])
 

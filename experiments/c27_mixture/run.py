@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "c25_autoencoders"))
-from arms import FirstOrder, SecondOrder, cells, drawn, in_processes, medians, race, stacked
+from arms import FirstOrder, SecondOrder, cells, columns, drawn, in_processes, medians, race, stacked
 from common import COLOURS, Checks, Experiment, Figures, idx_images
 
 from lapwing.likelihoods import BernoulliMixture
@@ -136,9 +136,8 @@ def picture(seeds: list[Figures], config: dict[str, Any]) -> Figure:
         for arm, style in STYLE.items():
             runs = [seed[arm] for seed in seeds]
             if runs[0][key]:
-                columns = list(zip(*(run[key] for run in runs), strict=True))
                 axis.plot(places, medians(runs, key), label=arm, **style)
-                low, high = ([pick(column) for column in columns] for pick in (min, max))
+                low, high = ([pick(column) for column in columns(runs, key)] for pick in (min, max))
                 axis.fill_between(places, low, high, color=style["color"], alpha=0.12, lw=0)
         axis.set_yscale("log")
         axis.set_xlabel("updates" if key == "at_updates" else "processor seconds")
