@@ -17,8 +17,9 @@ NETWORKS ?= .venv-networks
 networks_stamp := $(NETWORKS)/.installed
 # Packages whose networks are tried. timm is not among them: it needs torchvision.
 networks := transformers vit-pytorch x-transformers einops monai pytorchcv diffusers torch_geometric peft torch==2.13.0
-# Peers of the benchmarks. They live in a venv of their own, so that nothing of theirs can leak into the checks.
-peers := laplace-torch==0.3 curvlinops-for-pytorch backpack-for-pytorch asdfghjkl torch==2.13.0
+# Peers of the benchmarks, and of experiment c25. They live in a venv of their own, so that nothing of theirs can leak
+# into the checks; with SOAP: make peers, then .venv-peers/bin/python experiments/rerun.py c25
+peers := laplace-torch==0.3 curvlinops-for-pytorch backpack-for-pytorch asdfghjkl pytorch-optimizer torch==2.13.0
 # Files that begin with an underscore are shared by the benchmarks and are none themselves; uci.py has no peer, needs the
 # data sets and the extras for tables, and runs in our own venv.
 benchmarks = $(sort $(filter-out benchmarks/_% benchmarks/uci.py,$(wildcard benchmarks/*.py)))

@@ -172,7 +172,23 @@ def test_spread_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "claim", ["c12", "c13", "c14", "c15", "c17_cifar10", "c18", "c19", "c20", "c22", "e14_classes", "e14_noise"]
+    "claim",
+    [
+        "c12",
+        "c13",
+        "c14",
+        "c15",
+        "c17_cifar10",
+        "c18",
+        "c19",
+        "c20",
+        "c22",
+        "c25",
+        "c26",
+        "c27",
+        "e14_classes",
+        "e14_noise",
+    ],
 )
 def test_claims_that_depend_on_a_draw_have_five_seeds(claim: str) -> None:
     (folder,) = (each for each in EXPERIMENTS if each.name.startswith(claim))

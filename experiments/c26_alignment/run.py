@@ -1,34 +1,47 @@
 """C26: how KFAC and KFRA directions are aligned with those of the exact GGN blocks and of the full GGN, along training.
 
-An autoencoder on MNIST, 200 second-order updates. At several of them the damped directions of one batch are compared,
-all with the same damping: Kronecker factors with exact inversion (the starred ones, by eigenvectors) and with the
-damping split between the factors; the exact blocks and the full GGN by conjugate gradients; and the gradient itself.
+An autoencoder on MNIST, on its way downhill by `GaussNewton`, once with KFAC and once with KFRA. At several updates the
+damped directions of one batch are compared: Kronecker factors with exact inversion (the starred ones, by eigenvectors)
+and with the damping split between the factors; the exact blocks and the full GGN by conjugate gradients; the gradient.
+
+    zeta    the source's: exact directions at lambda + tau, the approximations at lambda + zeta, both of the optimiser
+    tau     all at lambda + tau
+    one     all at config["damping"]
+
+Means are over updates and both ways down; a check is made on each seed, at "zeta" and at "one".
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from statistics import fmean
+from typing import Any, cast
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from autoencoder import LIKELIHOOD, autoencoder, train
-from common import COLOURS, Experiment, idx_images
+sys.path.insert(0, str(Path(__file__).parents[1] / "c25_autoencoders"))
+from arms import autoencoder, drawn
+from common import COLOURS, Checks, Experiment, Figures
+from images import mnist
 
 from lapwing import estimate
 from lapwing.directions import Alignment, alignment
-from lapwing.linalg import Block, Blocks, Curvature, Diagonal, Kronecker
+from lapwing.likelihoods import Bernoulli
+from lapwing.linalg import Block, Blocks, Curvature, Diagonal, Kronecker, Precision
 from lapwing.linalg.contracts import Multiple
 from lapwing.tangent import Tangent
+from lapwing.training import GaussNewton
 
+LIKELIHOOD = Bernoulli()
+WAYS = {"KFAC": "mc", "KFRA": "recursive"}
+PROTOCOLS = {"zeta": "zeta of their own", "one": "one damping for all"}
 SAMPLED = "KFAC*, more samples"
 STYLE: dict[str, dict[str, Any]] = {
     "KFAC*": {"color": COLOURS["laplace"], "linestyle": "-", "marker": "o"},
@@ -75,60 +88,105 @@ def approximations(tangent: Tangent, x: Tensor, samples: int, generator: torch.G
     }
 
 
-def measure(model: nn.Module, x: Tensor, config: dict[str, Any], generator: torch.Generator) -> Alignment:
-    tangent = Tangent(model)
-    return alignment(
-        tangent,
-        LIKELIHOOD,
-        [(x, x)],
-        approximations(tangent, x, config["samples"], generator),
-        len(x) * config["damping"],
-        preconditioner=SAMPLED,
-        tolerance=config["tolerance"],
-        iterations=config["iterations"],
-    )
+@dataclass(frozen=True, eq=False)
+class Damped:
+    """What `alignment` asks of a curvature, at a damping of its own instead of that of the exact directions."""
+
+    inner: Curvature
+    damping: float
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def with_prior(self, precision: float) -> Precision:
+        return self.inner.with_prior(self.damping)
 
 
-def series(found: dict[int, Alignment]) -> dict[str, dict[str, Any]]:
+def measure(
+    optimiser: GaussNewton, x: Tensor, config: dict[str, Any], generator: torch.Generator
+) -> dict[str, Alignment]:
+    """By protocol, at the weights and dampings that the optimiser has now."""
+    tangent, count, decay = Tangent(optimiser.tangent.model), len(x), config["weight_decay"]
+    found = approximations(tangent, x, config["samples"], generator)
+    own = count * (decay + optimiser.damping.of_curvature)
+    both = found | {f"own {name}": cast(Curvature, Damped(each, own)) for name, each in found.items()}
+
+    def aligned(curvatures: dict[str, Curvature], damping: float) -> Alignment:
+        return alignment(
+            tangent,
+            LIKELIHOOD,
+            [(x, x)],
+            curvatures,
+            count * damping,
+            preconditioner=SAMPLED,
+            tolerance=config["tolerance"],
+            iterations=config["iterations"],
+        )
+
+    exact = aligned(both, decay + optimiser.damping.tau)
+
+    def only(prefix: str) -> Alignment:
+        blocks, full = (
+            {name: given[prefix + name] for name in found} for given in (exact.with_blocks, exact.with_full)
+        )
+        return replace(exact, with_blocks=blocks, with_full=full)
+
+    return {"zeta": only("own "), "tau": only(""), "one": aligned(found, config["damping"])}
+
+
+def series(found: list[Alignment]) -> Figures:
     """Cosines along the updates: by layer with the exact blocks, and of the whole vector with both references."""
-    first = next(iter(found.values()))
-    out: dict[str, dict[str, Any]] = {
+    out: Figures = {
         name: {
-            "layers": [[at.with_blocks[name].layers[layer] for at in found.values()] for layer in first.layers],
-            "whole_with_blocks": [at.with_blocks[name].whole for at in found.values()],
-            "whole_with_full": [at.with_full[name].whole for at in found.values()],
+            "layers": [[at.with_blocks[name].layers[layer] for at in found] for layer in found[0].layers],
+            "whole_with_blocks": [at.with_blocks[name].whole for at in found],
+            "whole_with_full": [at.with_full[name].whole for at in found],
         }
-        for name in first.with_blocks
+        for name in found[0].with_blocks
     }
-    out["exact blocks"] = {"whole_with_full": [at.blocks_with_full.whole for at in found.values()]}
+    out["exact blocks"] = {"whole_with_full": [at.blocks_with_full.whole for at in found]}
     return out
 
 
-def means(cosines: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def average(found: list[Any]) -> Any:
+    """The same figures of several runs, place by place."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: average([each[key] for each in found]) for key in first}
+    if isinstance(first, list):
+        return [average(list(column)) for column in zip(*found, strict=True)]
+    return fmean(found)
+
+
+def means(cosines: Figures) -> Figures:
     """Over the updates."""
     return {
-        name: {key: [mean(each) for each in value] if key == "layers" else mean(value) for key, value in entry.items()}
+        name: {
+            key: [fmean(each) for each in value] if key == "layers" else fmean(value) for key, value in entry.items()
+        }
         for name, entry in cosines.items()
     }
 
 
-def claims(along: dict[str, dict[str, Any]]) -> dict[str, bool]:
+def claims(along: Figures) -> Checks:
     """The claims of 4.5.2 for MNIST, on means over the updates; those on layers with exact inversion."""
     over = means(along)
     layers = {name: over[name]["layers"] for name in ("KFAC*", "KFRA*", "KFAC", "KFRA")}
     full = {name: entry["whole_with_full"] for name, entry in over.items()}
     kfra, blocks, count = layers["KFRA*"], along["exact blocks"]["whole_with_full"], len(layers["KFRA*"])
     middle, rest = kfra[count // 2 - 1 : count // 2 + 1], kfra[: count // 2 - 1] + kfra[count // 2 + 1 :]
+    others = fmean(rest)
     return {
-        "KFRA* is better aligned with the exact blocks than KFAC*, mean over layers": mean(kfra)
-        > mean(layers["KFAC*"]),
-        "KFRA is better aligned with the exact blocks than KFAC, mean over layers": mean(layers["KFRA"])
-        > mean(layers["KFAC"]),
+        "KFRA* is better aligned with the exact blocks than KFAC*, mean over layers": fmean(kfra)
+        > fmean(layers["KFAC*"]),
+        "KFRA is better aligned with the exact blocks than KFAC, mean over layers": fmean(layers["KFRA"])
+        > fmean(layers["KFAC"]),
         "KFRA* is better aligned with the full GGN than KFAC*": full["KFRA*"] > full["KFAC*"],
         "KFRA is better aligned with the full GGN than KFAC": full["KFRA"] > full["KFAC"],
-        "KFRA*: the first half of the layers is less aligned than the second": mean(kfra[: count // 2])
-        < mean(kfra[count // 2 :]),
-        "KFRA*: both layers at the bottleneck are better aligned than the mean of the others": min(middle) > mean(rest),
+        "KFRA*: the first half of the layers is less aligned than the second": fmean(kfra[: count // 2])
+        < fmean(kfra[count // 2 :]),
+        "KFRA*: both layers at the bottleneck are better aligned than the mean of the others": min(middle) > others,
         "the exact blocks are less aligned with the full GGN than some approximation": full["exact blocks"]
         < max(full[name] for name in ("KFAC*", "KFAC", "KFRA*", "KFRA")),
         "the alignment of the exact blocks with the full GGN is lower at the end than at the start": blocks[-1]
@@ -138,7 +196,7 @@ def claims(along: dict[str, dict[str, Any]]) -> dict[str, bool]:
     }
 
 
-def picture(along: dict[str, dict[str, Any]], updates: list[int], sizes: list[int]) -> Figure:
+def picture(along: Figures, updates: list[int], sizes: list[int]) -> Figure:
     """Eight layers with the exact blocks, and the whole vector with the full GGN."""
     figure, axes = plt.subplots(3, 3, figsize=(11, 9), sharex=True, sharey=True)
     for number, axis in enumerate(axes.flat):
@@ -160,54 +218,84 @@ def picture(along: dict[str, dict[str, Any]], updates: list[int], sizes: list[in
     return figure
 
 
-def main(experiment: Experiment) -> None:
-    config = experiment.config
-    images = idx_images("mnist", "train", config["train"])[0].flatten(1)
+def way_down(estimator: str, images: Tensor, x: Tensor, config: dict[str, Any]) -> Figures:
+    """The trajectory of one optimiser, measured at config["measure_at"] updates on the batch x."""
+    torch.manual_seed(config["seed"])
     model = autoencoder(images.shape[1], config["hidden"])
-    sizes = [model[0].in_features, *(layer.out_features for layer in model if isinstance(layer, nn.Linear))]
-    kept, losses = train(model, images, config)
-
-    generator = torch.Generator().manual_seed(1 + config["seed"])
-    x = images[torch.randperm(len(images), generator=generator)[: config["measured"]]]
-    found: dict[int, Alignment] = {}
-    seconds: dict[int, float] = {}
-    for update, state in kept.items():
-        model.load_state_dict(state)
-        started = time.process_time()
-        found[update] = measure(model, x, config, generator)
-        seconds[update] = time.process_time() - started
-        solves = [found[update].full_solve, *found[update].block_solves.values()]
-        residuals = ", ".join(f"{solve.residual:.3g} ({solve.iterations})" for solve in solves)
-        print(f"after {update} updates, {seconds[update]:.0f} s: residuals (products) {residuals}", flush=True)
-        for row in found[update].rows():
-            print("  ", {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-
-    along = series(found)
-    ours = {
-        "updates": list(found),
-        "means_over_updates": means(along),
-        "along_updates": along,
-        "training_losses": losses,
-        "conjugate_gradients": {
-            update: {
-                "full": asdict(at.full_solve),
-                "blocks": {layer: asdict(solve) for layer, solve in at.block_solves.items()},
-            }
-            for update, at in found.items()
+    generator = torch.Generator().manual_seed(config["seed"])
+    optimiser = GaussNewton(
+        model, LIKELIHOOD, estimator=estimator, weight_decay=config["weight_decay"], generator=generator
+    )
+    batches = drawn(images, images, config["batch"], config["seed"])
+    found: dict[str, list[Alignment]] = {"zeta": [], "tau": [], "one": []}
+    losses, dampings, seconds = [], [], []
+    for number in range(1, config["measure_at"][-1] + 1):
+        losses.append(optimiser.step(*next(batches)).loss)
+        if number in config["measure_at"]:
+            started = time.process_time()
+            for name, each in measure(optimiser, x, config, generator).items():
+                found[name].append(each)
+            seconds.append(time.process_time() - started)
+            dampings.append({"tau": optimiser.damping.tau, "zeta": optimiser.damping.of_curvature})
+            print(config["seed"], estimator, number, losses[-1], dampings[-1], seconds[-1], flush=True)
+            for name in ("zeta", "one"):
+                solved = [found[name][-1].full_solve, *found[name][-1].block_solves.values()]
+                said = ", ".join(f"{each.residual:.3g} ({each.iterations})" for each in solved)
+                print(f"   {name}: residuals (products) {said}", flush=True)
+    return {
+        "along_updates": {name: series(each) for name, each in found.items()},
+        "losses": [losses[0], *(losses[at - 1] for at in config["measure_at"])],
+        "dampings": dampings,
+        "worst_residuals": {
+            name: [max(solve["residual"] for solve in _solves(at)) for at in found[name]] for name in PROTOCOLS
         },
         "processor_seconds_of_measurements": seconds,
     }
-    experiment.save(picture(along, list(found), sizes))
+
+
+def _solves(found: Alignment) -> list[dict[str, Any]]:
+    return [asdict(found.full_solve), *(asdict(each) for each in found.block_solves.values())]
+
+
+def one_seed(experiment: Experiment) -> tuple[Figures, Checks]:
+    config = experiment.config
+    images = mnist(config["train"], torch.Generator().manual_seed(config["seed"]))
+    x = images[: config["measured"]]
+    found = {name: way_down(estimator, images, x, config) for name, estimator in WAYS.items()}
+    held: Checks = {}
+    for protocol, title in PROTOCOLS.items():
+        along = average([each["along_updates"][protocol] for each in found.values()])
+        held |= {f"{title}: {name}": value for name, value in claims(along).items()}
+    return found, held
+
+
+def main(experiment: Experiment) -> None:
+    config = experiment.config
+    ours, held = experiment.over_seeds(one_seed)
+    ways = [way for seed in ours["by_seed"].values() for way in seed.values()]
+    along = average([way["along_updates"] for way in ways])
+    experiment.save(picture(along["zeta"], config["measure_at"], sizes_of(config)))
     experiment.write(
-        ours,
+        {
+            "updates": config["measure_at"],
+            "means": {name: means(each) for name, each in along.items()},
+            "along_updates": along,
+            "first_loss": fmean(way["losses"][0] for way in ways),
+            "last_loss": fmean(way["losses"][-1] for way in ways),
+            **ours,
+        },
         SOURCE,
-        claims(along),
-        reduced=f"MNIST alone, {config['updates']} updates and {len(found)} measurements, on one batch of "
-        f"{config['measured']} images; conjugate gradients to a residual of {config['tolerance']} or "
-        f"{config['iterations']} products",
-        notes="one damping for all directions, here that of a mean curvature; tanh is assumed, as the source names no "
-        "activation",
+        held,
+        reduced=f"MNIST alone, hidden layers {config['hidden']} and back, {config['measure_at'][-1]} updates and "
+        f"{len(config['measure_at'])} measurements, on one batch of {config['measured']} images; conjugate gradients "
+        f"to a residual of {config['tolerance']} or {config['iterations']} products",
+        notes="dampings are those of a mean curvature; tanh is assumed, as the source names no activation",
     )
+
+
+def sizes_of(config: dict[str, Any]) -> list[int]:
+    hidden = config["hidden"]
+    return [784, *hidden, *hidden[-2::-1], 784]
 
 
 if __name__ == "__main__":
