@@ -30,6 +30,7 @@ from lapwing.evidence import GaussianFit
 from lapwing.evidence.tuners import share_left
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.data import Pairs
+from lapwing.laplace.linear_modes import MovedMap
 from lapwing.laplace.predictions import moments
 from lapwing.likelihoods import Likelihood
 
@@ -111,8 +112,11 @@ def rescale(la: BaseLaplace, held_out: HeldOut, errors: float = 0.0) -> str:
     )
 
 
-def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
-    """Predictions for the rows of a loader; None for a likelihood whose predictions have no closed form."""
+def gathered(la: BaseLaplace, loader: Iterable[Any], shift: Float[Tensor, " params"] | None = None) -> HeldOut | None:
+    """Predictions for the rows of a loader; None for a likelihood whose predictions have no closed form.
+
+    With `shift`, outputs are those of the linearised network with weights moved by it.
+    """
     likelihood = la.distribution
     if not likelihood.has_closed_form:
         return None
@@ -121,6 +125,7 @@ def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
         x, y = pair(batch, "a batch of val_loader")
         with torch.no_grad():
             linear = la.linearise(x)
+            linear = linear if shift is None else MovedMap.of(linear, shift)
             check_loss(likelihood, linear.value, y)
             value, variance = (likelihood.to_last(v) for v in moments(la.posterior, linear, diagonal=True))
         rows = [v.reshape(-1, v.shape[-1]).double().cpu() for v in (value, variance.clamp_min(0))]
