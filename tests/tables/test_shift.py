@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import StorageError
 from lapwing.laplace import Laplace
-from lapwing.laplace.calibration import HeldOut, gathered
+from lapwing.laplace.calibration import COVARIANCE, HeldOut, averaged, gathered
 from lapwing.likelihoods import Categorical
 from lapwing.predictive import probit
 from lapwing.serialize.files import read, write
@@ -118,6 +119,20 @@ def test_less_of_the_way_must_gain_more_than_chance() -> None:
     assert share(held(0 * end, mixed), held(end, mixed)) == best
 
 
+def test_the_factor_on_the_covariance_is_averaged_over_what_targets_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    value, variance = torch.randn(2, 30, 3, dtype=torch.float64, generator=generator)
+    rows = replace(held(3 * value, torch.randint(3, (30,), generator=generator)), variance=variance.square())
+    likely = []
+    for c in COVARIANCE.tolist():
+        p = probit(rows.value, c * rows.variance)
+        likely.append(float(p.gather(1, rows.targets[:, None]).log().sum()))
+    weights = np.exp(np.array(likely) - max(likely))
+    expected = np.exp((weights * np.log(COVARIANCE.numpy())).sum() / weights.sum())
+    assert averaged(rows) == pytest.approx(expected, rel=1e-9)
+    assert averaged(replace(rows, variance=0 * rows.variance)) == pytest.approx(1, rel=1e-9), "all are as likely"
+
+
 # -- in training ----------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +144,7 @@ def spots(rows: int = 90) -> tuple[Tensor, Tensor]:
 
 def test_only_classes_of_which_rows_were_kept_apart_are_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = spots()
-    options = {"seed": 0, "epochs": 4}
+    options: dict[str, Any] = {"seed": 0, "epochs": 4}
     spec = Spec(2, 2, width=4)
     found = train(x, y, "classification", spec, **options)
     assert found.shift is not None

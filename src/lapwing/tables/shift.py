@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.laplace import BaseLaplace
-from lapwing.laplace.calibration import HeldOut, gathered, rescale
+from lapwing.laplace.calibration import HeldOut, averaged, gathered, scale
 from lapwing.tables.stretch import Pair, batches
 
 WAYS = 1.0, 0.75, 0.5, 0.25, 0.0
@@ -44,7 +44,7 @@ def learnt(
     assert before is not None
     assert after is not None
     way = share(before, after)
-    rescale(la, replace(after, value=torch.lerp(before.value, after.value, way)))
+    scale(la, averaged(replace(after, value=torch.lerp(before.value, after.value, way))))
     rows = tuple(torch.cat(both) for both in zip(seen, apart, strict=True))
     la.fit(batches(*rows), generator=generator)
     return way * to_mode(la, rows) if way else torch.zeros_like(mode), way
