@@ -77,7 +77,7 @@ class Raw:
     plain: Float[Tensor, "n outputs"]
     """Softmax of the outputs: probabilities of the network alone, for classes."""
     probable: Float[Tensor, "n outputs"]
-    """Probabilities of the posterior, for classes."""
+    """Probabilities of the posterior, whose mean may be elsewhere than the weights, for classes."""
 
     @staticmethod
     def joined(parts: Sequence[Raw]) -> Raw:

@@ -4,9 +4,9 @@
     theta*    the mode of the network linearised at theta~, for all rows (`lapwing.evidence.linear_mode`)
     mean      theta~ + t (theta* - theta~), with outputs f(x) + t J(x) (theta* - theta~)
 
-`learnt` gives t (theta* - theta~), a vector [P]. The way t is one, unless rows kept apart prefer less of it to the mode
-of the other rows: where training stops early the network may be no longer linear as far away as its mode.
-Cost: two convex problems, of some ten passes over the rows each with the full matrix, and fifty with Kronecker factors.
+`learnt` gives t (theta* - theta~), a vector [P]. The share t of the way is one, unless rows kept apart prefer less of
+the way to the mode of the other rows: where training stops early, the network may not be linear as far as its mode.
+Cost: two convex problems, each of some ten passes over the rows with the full matrix, sixty with Kronecker factors.
 """
 
 from __future__ import annotations
