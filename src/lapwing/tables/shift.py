@@ -45,7 +45,7 @@ def learnt(
     assert after is not None
     way = share(before, after)
     scale(la, averaged(replace(after, value=torch.lerp(before.value, after.value, way))))
-    rows = tuple(torch.cat(both) for both in zip(seen, apart, strict=True))
+    rows = torch.cat([seen[0], apart[0]]), torch.cat([seen[1], apart[1]])
     la.fit(batches(*rows), generator=generator)
     return way * to_mode(la, rows) if way else torch.zeros_like(mode), way
 
