@@ -1,8 +1,9 @@
 """E14: class probabilities of `lapwing fit` on four small tables, ten splits each, beside MAP and other classifiers.
 
 Every split is that of `fit_table` with its seed: rows to learn from, to calibrate with, and to test on. On the test
-rows: the network alone (MAP), the same with a temperature from the calibration rows, its Laplace posterior, and, from
-the rows to learn from and to calibrate with together, scikit-learn's logistic regression (strength by five-fold
+rows: the network alone (MAP), the same with a temperature from the calibration rows, its Laplace posterior, a network
+alone that was trained in the same way without keeping rows apart (the posterior learns from them, MAP does not), and,
+from the rows to learn from and to calibrate with together, scikit-learn's logistic regression (strength by five-fold
 cross-validation) and a random forest.
 """
 
@@ -29,12 +30,16 @@ from common import COLOURS, Checks, Experiment, Figures
 
 from lapwing.metrics import calibration_error, nll
 from lapwing.reporting.table_report import test_rows
+from lapwing.tables.bundle import Bundle
 from lapwing.tables.fit import fit_table
 from lapwing.tables.reading import open_table
+from lapwing.tables.targets import TRAIN, split
+from lapwing.tables.training import train
 
 METHODS = {
     "MAP": "network alone (MAP)",
     "MAP, scaled": "MAP with a temperature",
+    "MAP, all rows": "MAP, trained with no rows kept apart",
     "Laplace": "Laplace",
     "logistic": "logistic regression, cross-validated",
     "forest": "random forest",
@@ -74,6 +79,17 @@ def others(frame: pd.DataFrame, test: np.ndarray, trees: int, seed: int) -> dict
     return found
 
 
+def with_all_rows(bundle: Bundle, frame: pd.DataFrame, test: np.ndarray, epochs: int | None) -> dict[str, float]:
+    """The network alone, trained as `fit_table` does, on all of its rows to learn from."""
+    y = bundle.target.encode(frame["kind"])
+    learn = np.flatnonzero(split(y, bundle.target, bundle.seed) == TRAIN)
+    x, truth = bundle.encoder(frame), torch.from_numpy(y).long()
+    found = train(x[learn], truth[learn], bundle.task, bundle.spec, seed=bundle.seed, epochs=epochs, apart=False)
+    with torch.no_grad():
+        p = found.model(x[test]).softmax(1)
+    return {"nll": nll(p, truth[test]), "ece": calibration_error(p, truth[test])}
+
+
 def study(experiment: Experiment) -> tuple[Figures, Checks]:
     config = experiment.config
     figures: dict[str, Any] = {}
@@ -83,6 +99,7 @@ def study(experiment: Experiment) -> tuple[Figures, Checks]:
         test = test_rows(bundle, open_table(frame))
         assert test is not None
         scores = {row.method: {"nll": row.nll, "ece": row.ece} for row in bundle.summary.rows}
+        scores["MAP, all rows"] = with_all_rows(bundle, frame, test, config["epochs"])
         assert bundle.scaled is not None
         figures[name] = {
             "rows": bundle.summary.rows_used,
@@ -90,6 +107,7 @@ def study(experiment: Experiment) -> tuple[Figures, Checks]:
             "structure": bundle.la.structure,
             "temperature_of_map": bundle.scaled.temperature,
             "temperature_of_posterior": float(bundle.la.temperature),
+            "mean": bundle.la.choices[0],
             "scores": scores | others(frame, test, config["trees"], config["seed"]),
         }
     return figures, {}
@@ -112,9 +130,9 @@ def compared(by_seed: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def draw(experiment: Experiment, means: dict[str, Any]) -> None:
-    figure, axes = plt.subplots(1, len(means), figsize=(3.1 * len(means), 3.2), squeeze=False)
-    colours = [COLOURS["map"], COLOURS["data"], COLOURS["laplace"], COLOURS["exact"], COLOURS["other"]]
-    short = ["MAP", "MAP, scaled", "Laplace", "logistic", "forest"]
+    figure, axes = plt.subplots(1, len(means), figsize=(3.4 * len(means), 3.2), squeeze=False)
+    colours = [COLOURS[name] for name in ("map", "data", "sampled", "laplace", "exact", "other")]
+    short = ["MAP", "MAP, scaled", "MAP, all rows", "Laplace", "logistic", "forest"]
     for axis, (name, found) in zip(axes[0], means.items(), strict=True):
         values = [found["nll"][method] for method in METHODS]
         axis.bar(range(len(METHODS)), values, color=colours)

@@ -1138,6 +1138,7 @@ SECOND_ABOVE = (
         "if len(rows[0]) > len(run.x):",
         "if len(rows[0]) < len(run.x):",
         (
+            "tables/test_shift.py",
             "tables/test_network.py",
             "tables/test_estimators.py",
             "tables/test_fitting.py",

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lapwing.errors import DataError, OptionError
+from lapwing.predictive import probit
 from lapwing.tables import estimators
 from lapwing.tables.estimators import LaplaceClassifier, LaplaceRegressor
 
@@ -177,9 +178,27 @@ def test_drawn_labels_come_as_often_as_the_draws_say() -> None:
     assert set(np.unique(drawn)) <= set(found.classes_)
     shares = np.stack([(drawn == name).mean(1) for name in found.classes_], 1)
     inputs = found._inputs(X[:6])
-    expected = found.laplace_(inputs, link_approx="mc", n_samples=4000, generator=torch.Generator().manual_seed(1))
+    around = found.laplace_.functional_samples(inputs, n_samples=4000, generator=torch.Generator().manual_seed(1))
+    expected = (around + added(found, inputs)).softmax(-1).mean(0)
     # both are averages over 4000 draws, of numbers whose standard deviation is at most 1/2
     np.testing.assert_allclose(shares, expected, atol=4 * 2**0.5 * 0.5 / np.sqrt(4000))
+
+
+def added(found: LaplaceClassifier, inputs: torch.Tensor) -> torch.Tensor:
+    """What the shift of the mean adds to the logits, by the Jacobian from autograd."""
+    weights = dict(found.model_.named_parameters())
+    rows = torch.func.jacrev(lambda w: torch.func.functional_call(found.model_, w, (inputs,)))(weights)
+    assert found._shift is not None
+    return torch.cat([part.flatten(2) for part in rows.values()], 2).detach() @ found._shift
+
+
+def test_probabilities_are_those_at_the_shifted_mean() -> None:
+    X, y = labelled()
+    found = LaplaceClassifier(**SMALL).fit(X, y)
+    inputs = found._inputs(X)
+    value, variance = found.laplace_.predict_moments(inputs, diagonal_output=True)
+    expected = probit(value + added(found, inputs), variance.reshape(value.shape))
+    np.testing.assert_allclose(found.predict_proba(X), expected.detach(), rtol=1e-9)
 
 
 def test_one_class_is_refused() -> None:

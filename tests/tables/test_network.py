@@ -96,7 +96,7 @@ def test_a_wrong_specification_is_refused(wrong: dict[str, object]) -> None:
 @pytest.mark.slow
 def test_a_regression_finds_function_and_noise() -> None:
     x, y = wave(300)
-    model, la = train(x, y, "regression", Spec(2, 1, width=30, depth=1), seed=0, epochs=150, noise="constant")
+    model, la, _ = train(x, y, "regression", Spec(2, 1, width=30, depth=1), seed=0, epochs=150, noise="constant")
     assert 0.07 < float(la.sigma_noise) < 0.14  # 0.1 is true
     x_new, y_new = wave(1000, seed=1)
     mean, variance = la(x_new)
@@ -113,7 +113,7 @@ def test_a_regression_finds_function_and_noise() -> None:
 @pytest.mark.parametrize("kind", architecture.KINDS)
 def test_classes_are_learned(kind: str) -> None:
     x, y = rings(400)
-    model, la = train(x, y, "classification", Spec(2, 3, width=20, depth=1, kind=kind), seed=0, epochs=100)
+    model, la, _ = train(x, y, "classification", Spec(2, 3, width=20, depth=1, kind=kind), seed=0, epochs=100)
     x_new, y_new = rings(1000, seed=1)
     probabilities = la(x_new)
     assert isinstance(probabilities, Tensor)
@@ -126,7 +126,7 @@ def test_classes_are_learned(kind: str) -> None:
 def test_several_targets_share_a_network() -> None:
     x, y = wave(200)
     options = {"seed": 0, "epochs": 60, "noise": "constant"}
-    _, la = train(x, torch.stack([y, -y], 1), "regression", Spec(2, 2, width=10, depth=1), **options)
+    _, la, _ = train(x, torch.stack([y, -y], 1), "regression", Spec(2, 2, width=10, depth=1), **options)
     mean, variance = la(x)
     assert mean.shape == (200, 2)
     assert variance.shape == (200, 2, 2)
@@ -165,7 +165,7 @@ def test_an_interrupt_comes_through() -> None:
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 def test_the_structure_can_be_asked_for(structure: str) -> None:
-    _, la = train(*wave(40), "regression", Spec(2, 1, width=5, depth=1), seed=0, epochs=3, structure=structure)
+    _, la, _ = train(*wave(40), "regression", Spec(2, 1, width=5, depth=1), seed=0, epochs=3, structure=structure)
     assert la.structure == structure
 
 
@@ -202,7 +202,7 @@ def test_the_prior_of_classes_goes_where_the_evidence_grows(
 
     monkeypatch.setattr(TableTraining, "stretch", stretch)
     x, y = rings(30)
-    _, la = train(x, y, "classification", Spec(2, 3, width=4), seed=0, epochs=8, structure="kron")
+    _, la, _ = train(x, y, "classification", Spec(2, 3, width=4), seed=0, epochs=8, structure="kron")
     assert seen == pytest.approx([1, *tried])
     assert la.prior_precision.tolist() == pytest.approx([found] * 2)
 
@@ -296,7 +296,7 @@ def test_hard_data_give_finite_error_bars(name: str, task: str) -> None:
     x, y = hard(name)
     outputs = 1 if task == "regression" else 2
     targets = y if task == "regression" else (y > 0).long()
-    _, la = train(x, targets, task, Spec(x.shape[1], outputs, width=10, depth=1), seed=0, epochs=40)
+    _, la, _ = train(x, targets, task, Spec(x.shape[1], outputs, width=10, depth=1), seed=0, epochs=40)
     out = la(torch.cat([x, 3 * x]))
     for each in out if isinstance(out, tuple) else (out,):
         assert bool(torch.isfinite(each).all())
@@ -309,7 +309,7 @@ def test_hard_data_give_finite_error_bars(name: str, task: str) -> None:
 def test_targets_that_are_noise_get_the_mean_and_their_own_spread() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(200, 5, generator=generator), torch.randn(200, generator=generator)
-    _, la = train(x, y, "regression", Spec(5, 1), seed=0, epochs=100)
+    _, la, _ = train(x, y, "regression", Spec(5, 1), seed=0, epochs=100)
     mean, _ = la(torch.randn(200, 5, generator=generator))
     assert float(la.sigma_noise) == pytest.approx(1.0, abs=0.15)
     assert float(mean.std()) < 0.35
@@ -322,7 +322,7 @@ def test_a_million_rows_in_bounded_memory() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1_000_000, 20, generator=generator)
     y = torch.sin(x[:, 0]) + 0.1 * torch.randn(len(x), generator=generator)
-    _, la = train(x, y, "regression", Spec(20, 1), seed=0, epochs=1)
+    _, la, _ = train(x, y, "regression", Spec(20, 1), seed=0, epochs=1)
     assert la.structure == "kron"
     assert la.n_data == 1_000_000
     assert float(la.sigma_noise) < 0.5

@@ -60,7 +60,7 @@ def swelling(rows: int, seed: int = 0, ratio: float = 10.0) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("structure", ["full", "kron"])
 def test_the_evidence_chooses_between_one_noise_and_one_that_varies(structure: str) -> None:
     options = {"spec": Spec(2, 1, width=6, depth=1), "seed": 0, "epochs": 60, "structure": structure}
-    model, la = train(*swelling(600), "regression", **options)
+    model, la, _ = train(*swelling(600), "regression", **options)
     assert isinstance(la.distribution, HeteroscedasticGaussian)
     assert "The noise varies with the inputs" in la.choices[0]
     assert "(log evidence +" in la.choices[0]
@@ -70,7 +70,7 @@ def test_the_evidence_chooses_between_one_noise_and_one_that_varies(structure: s
     torch.testing.assert_close(mean, torch.sin(2 * x[:, 0]).double(), rtol=0, atol=0.25)
     truth = 0.05 * 10 ** ((x[:, 1].double() + 1) / 2)
     assert float((level / 2 - truth.log()).abs().mean()) < 0.25  # one noise for all rows has 0.58
-    _, la = train(*swelling(400, ratio=1.0), "regression", **options)
+    _, la, _ = train(*swelling(400, ratio=1.0), "regression", **options)
     assert isinstance(la.distribution, Gaussian)
     assert "The noise is the same for all rows" in la.choices[0]
     assert "(log evidence -" in la.choices[0]
@@ -82,7 +82,7 @@ def test_constant_noise_is_not_taken_for_varying() -> None:
     for seed in range(12):
         for width in (6, 20):
             data = swelling(400, seed, ratio=1.0)
-            _, la = train(*data, "regression", Spec(2, 1, width=width), seed=seed, epochs=60, structure="full")
+            _, la, _ = train(*data, "regression", Spec(2, 1, width=width), seed=seed, epochs=60, structure="full")
             assert "The noise is the same for all rows" in la.choices[0], (seed, width)
 
 
@@ -95,7 +95,7 @@ def test_noise_is_as_asked_for_and_few_rows_have_one() -> None:
         (120, "constant", False, "same for all rows, as asked for"),
     ):
         told.clear()
-        model, la = train(*swelling(rows), "regression", noise=noise, callback=told.append, **options)
+        model, la, _ = train(*swelling(rows), "regression", noise=noise, callback=told.append, **options)
         assert isinstance(la.distribution, HeteroscedasticGaussian) == varies
         assert said in la.choices[0]
         assert [each.epoch for each in told] == list(range(1, 13 if varies else 9))
@@ -155,7 +155,9 @@ def test_the_level_of_noise_that_varies_is_where_the_evidence_is_largest() -> No
 
 def test_several_targets_have_a_noise_each() -> None:
     x, y = swelling(150)
-    model, la = train(x, torch.stack([y, -y], 1), "regression", Spec(2, 2, width=6), seed=0, epochs=10, noise="varying")
+    model, la, _ = train(
+        x, torch.stack([y, -y], 1), "regression", Spec(2, 2, width=6), seed=0, epochs=10, noise="varying"
+    )
     assert model(x).shape == (150, 4)
     assert la(x)[1].shape == (150, 4, 4)
 

@@ -30,6 +30,7 @@ from lapwing.evidence import GaussianFit
 from lapwing.evidence.tuners import share_left
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.data import Pairs
+from lapwing.laplace.linear_modes import MovedMap
 from lapwing.laplace.predictions import moments
 from lapwing.likelihoods import Likelihood
 
@@ -99,20 +100,35 @@ def rescale(la: BaseLaplace, held_out: HeldOut, errors: float = 0.0) -> str:
     means = f"mean log-likelihood {float(before.mean()):.4f} before"
     if not gain > max(1 + la.has_noise, errors * error):
         return f"Calibration: left as the evidence chose it; {n:,} targets of val_loader gain too little ({means})."
-    la.temperature = la.temperature * c / s**la.evidence.noise_power
-    la.prior_precision = la.prior_precision / c
-    noise = ""
-    if la.has_noise:
-        la.sigma_noise = la.sigma_noise * s
-        noise = f" and the noise by {s:.3g}"
+    scale(la, c, s)
+    noise = f" and the noise by {s:.3g}" if la.has_noise else ""
     return (
         f"Calibration: on {n:,} targets of val_loader the posterior covariance was multiplied by {c:.3g}{noise} "
         f"({means}, {float((before + gains).mean()):.4f} after)."
     )
 
 
-def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
-    """Predictions for the rows of a loader; None for a likelihood whose predictions have no closed form."""
+def scale(la: BaseLaplace, c: float, s: float = 1.0) -> None:
+    """Multiplies the posterior covariance by c, and a free noise level by s."""
+    la.temperature = la.temperature * c / s**la.evidence.noise_power
+    la.prior_precision = la.prior_precision / c
+    if la.has_noise:
+        la.sigma_noise = la.sigma_noise * s
+
+
+def averaged(held_out: HeldOut) -> float:
+    """The factor on the covariance as held-out targets know it: exp E[log c], with log c uniform over `COVARIANCE`.
+
+    Where many factors are about as likely this is one in their middle, and not the one that chance prefers.
+    """
+    return float((held_out.totals(1.0).softmax(0) @ COVARIANCE.log()).exp())
+
+
+def gathered(la: BaseLaplace, loader: Iterable[Any], shift: Float[Tensor, " params"] | None = None) -> HeldOut | None:
+    """Predictions for the rows of a loader; None for a likelihood whose predictions have no closed form.
+
+    With `shift`, outputs are those of the linearised network with weights moved by it.
+    """
     likelihood = la.distribution
     if not likelihood.has_closed_form:
         return None
@@ -121,6 +137,7 @@ def gathered(la: BaseLaplace, loader: Iterable[Any]) -> HeldOut | None:
         x, y = pair(batch, "a batch of val_loader")
         with torch.no_grad():
             linear = la.linearise(x)
+            linear = linear if shift is None else MovedMap.of(linear, shift)
             check_loss(likelihood, linear.value, y)
             value, variance = (likelihood.to_last(v) for v in moments(la.posterior, linear, diagonal=True))
         rows = [v.reshape(-1, v.shape[-1]).double().cpu() for v in (value, variance.clamp_min(0))]

@@ -52,7 +52,9 @@ from lapwing.tables.scoring import Row, Summary
 from lapwing.tables.targets import CLASSES, Target, present
 from lapwing.tables.temperature import Scaled
 
-KIND, VERSION = "table", 1
+KIND = "table"
+PLAIN, SHIFTED = 1, 2
+"""Versions of a file: without and with a shifted mean, which a reader from before would leave out of predictions."""
 NUMBERS_OF = {"number": 1, "boolean": 1, "date": 3, "category": 0, "left out": 0}
 """How many numbers a column of each kind gives."""
 NUMBERS = 2**24
@@ -75,7 +77,7 @@ class Raw:
     plain: Float[Tensor, "n outputs"]
     """Softmax of the outputs: probabilities of the network alone, for classes."""
     probable: Float[Tensor, "n outputs"]
-    """Probabilities of the posterior, for classes."""
+    """Probabilities of the posterior, whose mean may be elsewhere than the weights, for classes."""
 
     @staticmethod
     def joined(parts: Sequence[Raw]) -> Raw:
@@ -103,6 +105,8 @@ class Bundle:
     """sha256 of the inputs of the rows to test with, by which a report knows them; empty in files from before."""
     scaled: Scaled | None = None
     """The network alone with a temperature, for classes; None for amounts, and in files from before."""
+    shift: Float[Tensor, " params"] | None = None
+    """From the trained weights to the mean of the posterior, for classes: see `lapwing.tables.shift`."""
 
     @property
     def task(self) -> str:
@@ -189,7 +193,8 @@ class Bundle:
         linear = self.la.linearise(x)
         value = linear.value.double()
         variance = self.la.posterior.precision.variances(linear).reshape(value.shape).double().clamp_min(0)
-        return torch.stack([value, variance, value.softmax(1), probit(value, variance)])
+        mean = value if self.shift is None else value + linear.mv(self.shift).double()
+        return torch.stack([value, variance, value.softmax(1), probit(mean, variance)])
 
     def _said_of_any(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "4 rows outputs"]:
         """The same on average over what unknown inputs may be; how much that matters adds to the variance."""
@@ -287,12 +292,14 @@ class Bundle:
         tensors |= {"conformal": self.conformal.scores, "conformal_map": self.conformal_map.scores}
         if self.scaled is not None:
             tensors["conformal_scaled"] = self.scaled.conformal.scores
+        if self.shift is not None:
+            tensors["shift"] = self.shift
         write(
             path,
             tensors,
             {
                 "kind": KIND,
-                "kind_version": VERSION,
+                "kind_version": PLAIN if self.shift is None else SHIFTED,
                 "encoder": self.encoder.to_dict(),
                 "target": self.target.to_dict(),
                 "spec": asdict(self.spec),
@@ -315,10 +322,10 @@ class Bundle:
                 f"{path} holds {stored.get('kind', 'something else')!r}; expected a model that was fitted to a table "
                 "with `lapwing fit`. A posterior of a network of your own is read with lapwing.load(path, model)."
             )
-        if stored.get("kind_version") != VERSION:
+        if stored.get("kind_version") not in (PLAIN, SHIFTED):
             raise StorageError(
-                f"{path} has version {stored.get('kind_version')} of a fitted table; expected {VERSION}. Use the "
-                "lapwing that wrote it, or fit again."
+                f"{path} has version {stored.get('kind_version')} of a fitted table; expected {PLAIN} or {SHIFTED}. "
+                "Use the lapwing that wrote it, or fit again."
             )
         try:
             return _restored(tensors, stored)
@@ -346,6 +353,10 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
         )
     state = {**stored["laplace"], **_under("laplace.", tensors)}
     model, laplace = restored(spec, target.task, _under("model.", tensors), state)
+    shift = None
+    if stored["kind_version"] == SHIFTED:
+        shift = tensors["shift"]
+        _check_shift(shift, laplace, target.task)
     return Bundle(
         encoder=encoder,
         target=target,
@@ -360,7 +371,19 @@ def _restored(tensors: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Bundl
         seed=seed,
         tested=str(stored.get("tested", "")),
         scaled=scaled,
+        shift=shift,
     )
+
+
+def _check_shift(shift: Tensor, laplace: BaseLaplace, task: str) -> None:
+    size, dtype = laplace.space.size, laplace.space.dtype
+    if task != "classification" or tuple(shift.shape) != (size,) or shift.dtype != dtype:
+        raise StorageError(
+            f"the mean of a {task} is shifted by a tensor {tuple(shift.shape)} of {shift.dtype}; expected one of "
+            f"({size},) of {dtype}, and classes."
+        )
+    if not bool(shift.isfinite().all()):
+        raise StorageError("the shift of the mean holds NaN or infinite values; expected finite ones.")
 
 
 def _check_sizes(encoder: Encoder, target: Target, spec: Spec) -> None:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, OptionError
-from lapwing.predictive import Amounts
+from lapwing.linalg import LinearMap
+from lapwing.predictive import Amounts, probit
 from lapwing.tables.network import Spec, as_trained, noise_level
 from lapwing.tables.restoring import restored
 from lapwing.tables.training import train
@@ -84,7 +85,7 @@ class _Estimator(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         options |= {"epochs": self.epochs, "batch_size": self.batch_size, "structure": self.structure}
         options["dtype"] = torch.float64  # predictions that do not depend on how rows are batched
-        self.model_, self.laplace_ = train(x, y, self._task, spec, seed=seed, **options)
+        self.model_, self.laplace_, self._shift = train(x, y, self._task, spec, seed=seed, **options)
         self.spec_ = as_trained(spec, self.model_)
         with torch.no_grad():
             self.log_marginal_likelihood_ = float(self.laplace_.log_marginal_likelihood())
@@ -123,6 +124,7 @@ class _Estimator(BaseEstimator):
             self.spec_ = Spec(**kept["spec_"])
             own = {name: weight.clone() for name, weight in weights.items()}
             self.model_, self.laplace_ = restored(self.spec_, self._task, own, posterior[1])
+            self._shift = kept.get("_shift")  # copies from before have their mean at the weights
 
 
 class LaplaceRegressor(RegressorMixin, _Estimator):
@@ -221,7 +223,8 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
     """Classification by a network whose weights have a Laplace posterior; labels of any kind.
 
     Arguments as for `LaplaceRegressor`. After `fit`: `classes_`, `model_`, `laplace_`, `log_marginal_likelihood_`,
-    `n_features_in_`, `feature_names_in_`.
+    `n_features_in_`, `feature_names_in_`. The posterior learns also from rows that the network was trained without, so
+    that its mean may not be at the weights of `model_`: see `lapwing.tables.shift`.
     """
 
     _task = "classification"
@@ -241,8 +244,18 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probability of each class, [N, C], in the order of `classes_`."""
         x = self._checked(X)
-        p = torch.cat([_tensor(self.laplace_(part)) for part in x.split(ROWS)]).double()
+        p = torch.cat([self._probable(part) for part in x.split(ROWS)]).double()
         return (p / p.sum(1, keepdim=True)).numpy()
+
+    @torch.no_grad()
+    def _probable(self, x: Tensor) -> Tensor:
+        linear = self.laplace_.linearise(x)
+        variance = self.laplace_.posterior.precision.variances(linear).reshape(linear.value.shape)
+        return probit(linear.value + self._moved(linear), variance.clamp_min(0))
+
+    def _moved(self, linear: LinearMap) -> Tensor | float:
+        """What the shift of the mean adds to the logits."""
+        return 0.0 if self._shift is None else linear.mv(self._shift)
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable label."""
@@ -252,7 +265,9 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Draws of labels, [N, n_samples]: one draw of the weights moves all rows, and each row draws its label."""
         x, generator = self._checked(X), self._generator(n_samples, random_state)
-        drawn = self.laplace_.predictive_samples(x, n_samples=int(n_samples), generator=generator)  # [S, N, C]
+        drawn = self.laplace_.functional_samples(x, n_samples=int(n_samples), generator=generator)  # [S, N, C]
+        with torch.no_grad():
+            drawn = (drawn + self._moved(self.laplace_.linearise(x))).softmax(-1)
         labels = torch.multinomial(drawn.flatten(0, 1), 1, generator=generator).reshape(drawn.shape[:2])
         return self.classes_[labels.numpy().T]
 
@@ -273,8 +288,3 @@ def _standards(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     mean, scale = values[0] + unit * (moved / unit).mean(0), unit * (moved / unit).std(0)
     constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(mean)
     return mean, np.where(constant, 1.0, scale)
-
-
-def _tensor(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    assert isinstance(out, Tensor)
-    return out

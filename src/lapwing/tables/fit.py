@@ -107,7 +107,8 @@ def fit_table(
 
     with _threads(len(x["train"])):
         goal = wanted.tensor(y["train"])
-        model, la = train(x["train"], goal, wanted.task, spec, seed=seed, epochs=epochs, noise=noise, callback=trained)
+        found = train(x["train"], goal, wanted.task, spec, seed=seed, epochs=epochs, noise=noise, callback=trained)
+    model, la, shift = found
     spec = as_trained(spec, model)
     seconds["training"] = perf_counter() - clock
 
@@ -116,7 +117,7 @@ def fit_table(
     one = Conformal(torch.ones(1, dtype=torch.float64))
     counts = {name: len(part) for name, part in y.items()}
     summary = Summary(wanted.task, (), counts, seconds)
-    bundle = Bundle(encoder, wanted, spec, model, la, one, one, Unfamiliar(0.0, 0.99, 1), summary)
+    bundle = Bundle(encoder, wanted, spec, model, la, one, one, Unfamiliar(0.0, 0.99, 1), summary, shift=shift)
     bundle = calibrated(bundle, x["calibration"], torch.from_numpy(y["calibration"]))
     tell("calibrating", 0.5)
     rows = score(bundle, x["test"], torch.from_numpy(y["test"]))

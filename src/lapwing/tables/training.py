@@ -9,20 +9,22 @@ not be at a mode. A regression then trains on for half as long, once with a seco
 inputs and once without; varying noise is kept if its evidence is larger by more than chance and further training would
 explain. The final curvature is of all rows: full [P, P] where P and the work N C P^2 are small, Kronecker factors
 otherwise. Last, the scale of the covariance is checked with unseen rows (`lapwing.laplace.calibration`): a tenth that
-is kept apart or, for a regression with the full matrix, every row by leaving it out.
+is kept apart or, for a regression with the full matrix, every row by leaving it out. Where rows of classes were kept
+apart, the posterior learns from them as well: its mean is shifted (`lapwing.tables.shift`).
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 30).unsqueeze(1)
-    >>> model, la = train(x, 2 * x, "regression", Spec(1, 1, width=5, depth=1), seed=0, epochs=20)
+    >>> model, la, shift = train(x, 2 * x, "regression", Spec(1, 1, width=5, depth=1), seed=0, epochs=20)
     >>> mean, variance = la(x)
-    >>> mean.shape, variance.shape, type(la).__name__
-    (torch.Size([30, 1]), torch.Size([30, 1, 1]), 'FullLaplace')
+    >>> mean.shape, variance.shape, type(la).__name__, shift
+    (torch.Size([30, 1]), torch.Size([30, 1, 1]), 'FullLaplace', None)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil, log, log2
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -33,6 +35,7 @@ from lapwing.laplace import BaseLaplace
 from lapwing.laplace.calibration import ERRORS, calibrate, leave_one_out, rescale
 from lapwing.priors import Prior
 from lapwing.tables.network import Spec, build, with_heads
+from lapwing.tables.shift import ROWS, learnt
 from lapwing.tables.stretch import EVIDENCE_ROWS, FACTOR, Callback, Clock, Pair, TableTraining, batches
 from lapwing.training.loop import Best
 from lapwing.training.train_mode import restore
@@ -54,6 +57,15 @@ CHANCE = 4.77
 Constant noise is the limit of an infinite prior precision of the second head, at the edge of what the evidence chooses
 from, so that twice the gain is zero or, as often, chi-squared with one degree of freedom (Self and Liang, 1987)."""
 
+
+class Trained(NamedTuple):
+    """A network, its posterior, and where that has its mean: `shift` from the weights, [P], or None for at them."""
+
+    model: nn.Module
+    laplace: BaseLaplace
+    shift: Float[Tensor, " params"] | None
+
+
 # -- training -------------------------------------------------------------------------------------------------------
 
 
@@ -69,16 +81,18 @@ def train(
     noise: str = "auto",
     callback: Callback = None,
     structure: str = "auto",
+    apart: bool = True,
     dtype: torch.dtype = torch.float64,
-) -> tuple[nn.Module, BaseLaplace]:
+) -> Trained:
     """A trained network, and its posterior, tuned and calibrated; the same seed gives the same result.
 
     `task` is "regression" or "classification". Without `epochs` there are as many as make about `STEPS` steps. `noise`
     of a regression is "constant", "varying" with the inputs, or "auto", which lets the evidence choose; where it varies
     the network is that of `replace(spec, varying=True)`, and the likelihood of the posterior a heteroscedastic one;
     `spec.varying` itself is not looked at. Classes have no noise, and one that varies is refused.
-    `structure` is "full", "kron" or "diag", or "auto". What was chosen is in `la.choices`. Torch's global generator is
-    left alone.
+    `structure` is "full", "kron" or "diag", or "auto". What was chosen is in `la.choices`. With `apart` False the
+    network learns from all rows, and none checks the posterior unless its structure is full and it is of amounts.
+    Torch's global generator is left alone.
     """
     check_noise(noise, task)
     spec = replace(spec, varying=False)
@@ -88,7 +102,7 @@ def train(
     if structure == "auto":
         structure = _structure(sum(p.numel() for p in model.parameters()), len(x), spec)
     everything, held_out = (x, y), None
-    if task == "classification" or structure != "full":
+    if apart and (task == "classification" or structure != "full"):
         (x, y), held_out = _apart(x, y, generator)
     size = min(len(x), _batch_size(len(x)) if batch_size is None else batch_size)
     for name, value in (("batch_size", size), ("epochs", 1 if epochs is None else epochs)):
@@ -100,7 +114,7 @@ def train(
         fitted = _climb(run, epochs, structure, callback)
     else:
         fitted = _level(run, epochs, structure, callback, noise)
-    return fitted.run.model, fitted.settled(everything, held_out)
+    return fitted.settled(everything, held_out)
 
 
 def check_noise(noise: str, task: str) -> None:
@@ -141,14 +155,18 @@ class _Fitted:
         self.laplace.choices = (choice,)
         return self
 
-    def settled(self, rows: Pair, held_out: Pair | None) -> BaseLaplace:
-        """The posterior of all rows, with its covariance scaled where unseen rows gain by it.
+    def settled(self, rows: Pair, held_out: Pair | None) -> Trained:
+        """The posterior of all rows, with its covariance scaled where unseen rows gain by it, and its mean shifted.
 
         The evidence measures the width of the posterior by the curvature at one point. That is nearly zero for a
         softmax network that is sure of its training rows, and misses the network's own errors in a regression without
         noise. Unseen rows show both.
         """
         run, laplace = self.run, self.laplace
+        if held_out is not None and run.task == "classification" and len(rows[0]) <= ROWS:
+            shift, way = learnt(laplace, (run.x, run.y), held_out, run.generator)
+            laplace.choices = (_moved(way, len(held_out[0])),)
+            return Trained(run.model, laplace, shift if way else None)
         if held_out is not None:
             calibrate(laplace, batches(*held_out))
         elif run.task == "regression" and laplace.structure == "full":
@@ -156,7 +174,7 @@ class _Fitted:
             rescale(laplace, leave_one_out(laplace, batches(run.x[some], run.y[some])), ERRORS)
         if len(rows[0]) > len(run.x):
             laplace.fit(batches(*rows), generator=run.generator)
-        return laplace
+        return Trained(run.model, laplace, None)
 
 
 def _climb(run: TableTraining, epochs: int, structure: str, callback: Callback) -> _Fitted:
@@ -220,6 +238,15 @@ def _first(run: TableTraining, epochs: int, clock: Clock) -> Best:
 
 
 # -- details --------------------------------------------------------------------------------------------------------
+
+
+def _moved(way: float, apart: int) -> str:
+    if not way:
+        return f"The probabilities are those at the trained weights: {apart:,} rows kept apart prefer them."
+    part = "" if way == 1 else f"{way:.0%} of the way to "
+    return (
+        f"The probabilities are those at {part}the linear mode of all rows, {apart:,} kept apart in training included."
+    )
 
 
 def _structure(weights: int, rows: int, spec: Spec) -> str:
