@@ -59,6 +59,8 @@ FIRST = tuple(10.0**-k for k in range(7))
 """Dampings that the first step tries, in units of the curvature along the gradient."""
 FARTHEST = 3
 """Powers of ten that zeta may move when it is looked for far and wide: at steps 1, 2, 4, 8, ..., if nobody gave it."""
+NEARLY = 0.999
+"""The share of the best promise that a larger zeta has to reach to be preferred."""
 ENOUGH = 0.9
 """The share of the best decrease among them that a larger damping has to reach to be preferred."""
 
@@ -230,11 +232,10 @@ class GaussNewton(torch.optim.Optimizer):
             there = Here.of(self.tangent, self.likelihood, self.penalty, halves[1])
             new = self.estimator(self.tangent, self.likelihood, halves[0], generator=self.generator)
             self._curvature, self._precision = (new, float(here.points - there.points)), None
-        units = Plan.of(there, there.gradient.unsqueeze(0), 0.0)
-        scale = float(units.bends[0, 0] / units.norms[0, 0]) if float(units.norms[0, 0]) else 0.0
+        scale = self._along_gradient(there)
         found: list[tuple[float, float]] = []
         for share in FIRST:
-            damping = share * scale if scale > 0 else share
+            damping = share * scale if scale < inf else share
             plan = self._plan(there, zeta if isinstance(zeta, (int, float)) else damping)
             coefficients, _ = plan.best(tau if tau is not None else damping)
             found.append((damping, here.value - here.loss(plan.step(coefficients))))
@@ -249,23 +250,31 @@ class GaussNewton(torch.optim.Optimizer):
         self._search, self._curvature, self._precision = False, kept, None
 
     def _far(self, here: Here) -> Plan:
-        """Zeta by powers of ten: the largest that promises nearly as much as the best, wherever that leads."""
+        """Zeta by powers of ten: the largest that promises nearly as much as the best, wherever that leads.
+
+        Never beyond the curvature along the gradient: above it all directions are the gradient's, and promise the same.
+        """
         tried: dict[int, tuple[float, Plan]] = {}
+        largest = self._along_gradient(here)
 
         def look(power: int) -> None:
-            plan = self._plan(here, self.damping.of_curvature * 10.0**power)
+            plan = self._plan(here, min(self.damping.of_curvature * 10.0**power, largest))
             tried[power] = plan.best(self.damping.tau)[1], plan
 
         for power in (-1, 0, 1):
             look(power)
         while min(tried) > -FARTHEST and tried[min(tried)][0] == min(value for value, _ in tried.values()):
             look(min(tried) - 1)
-        while max(tried) < FARTHEST and tried[max(tried)][0] <= ENOUGH * min(value for value, _ in tried.values()):
-            look(max(tried) + 1)
         best = min(value for value, _ in tried.values())
-        _, plan = tried[max(power for power, (value, _) in tried.items() if value <= ENOUGH * best)]
+        _, plan = tried[max(power for power, (value, _) in tried.items() if value <= NEARLY * best)]
         self.damping = self.damping.with_zeta(plan.zeta)
         return plan
+
+    def _along_gradient(self, here: Here) -> float:
+        """The curvature of the quadratic along the gradient; infinite where there is none to measure by."""
+        plan = Plan.of(here, here.gradient.unsqueeze(0), 0.0)
+        bend, norm = float(plan.bends[0, 0]), float(plan.norms[0, 0])
+        return bend / norm if norm and bend > 0 else inf
 
     def _move(self, here: Here) -> Step:
         if self.damping.zeta is not None and self.number and self.number % self.damping.zeta_every == 0:
