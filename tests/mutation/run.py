@@ -17,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from mutation.mutants import MUTANTS, Mutant
@@ -28,8 +30,8 @@ COPIED = ("src", "tests", "docs", "pyproject.toml", "README.md", "constraints.tx
 """What the tests read."""
 SECONDS = 600
 """After which tests do not come to an end any more; without a mutant they need one to three minutes."""
-PASSED, FAILED = 0, 1
-"""Exit codes of pytest; any other means that there was nothing to fail."""
+PASSED, FAILED, INTERRUPTED = 0, 1, 2
+"""Exit codes of pytest, the third where a test file cannot be imported; any other means that nothing could fail."""
 
 
 def mutated(mutant: Mutant, root: Path = ROOT) -> str:
@@ -41,31 +43,59 @@ def mutated(mutant: Mutant, root: Path = ROOT) -> str:
     return text.replace(mutant.before, mutant.after)
 
 
-def outcome(mutant: Mutant) -> tuple[str, float]:
-    """ "killed", "survived", "timeout" or "broken" (no test could run), and the seconds it took."""
-    start = time.perf_counter()
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A temporary copy of what the tests read, compiled files too: times are copied, so that they hold."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("*.egg-info"))
             else:
                 shutil.copy(source, copy / name)
+        yield copy
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`found` is "killed", "survived", "timeout" or "broken" (no test could run); `by` is the test that failed."""
+
+    found: str
+    seconds: float
+    by: str = ""
+
+
+def outcome(mutant: Mutant, chosen: Sequence[str] = ()) -> Outcome:
+    """Run the tests of a mutant, or those chosen by their names and in their order."""
+    start = time.perf_counter()
+    with copied() as copy:
         (copy / "src" / "lapwing" / mutant.file).write_text(mutated(mutant), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-        tests = [f"tests/{name}" for name in mutant.tests]
+        if chosen:
+            (copy / "chosen.txt").write_text("\n".join(chosen), encoding="utf-8")
+            command += ["-p", "mutation.only", "--only", "chosen.txt"]
+            tests = list(dict.fromkeys(name.partition("::")[0] for name in chosen))
+        else:
+            tests = [f"tests/{name}" for name in mutant.tests]
         # an installed lapwing must not be taken for the copy, neither here nor in processes that tests start
         paths = os.pathsep.join(str(copy / name) for name in ("src", "tests"))
         surroundings = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(
-                [*command, *tests], cwd=copy, env=surroundings, capture_output=True, timeout=SECONDS, check=False
+                [*command, *tests],
+                cwd=copy,
+                env=surroundings,
+                capture_output=True,
+                timeout=SECONDS,
+                check=False,
+                text=True,
             )
-            found = {PASSED: "survived", FAILED: "killed"}.get(done.returncode, "broken")
         except subprocess.TimeoutExpired:
-            found = "timeout"
-    return found, time.perf_counter() - start
+            return Outcome("timeout", time.perf_counter() - start)
+    found = {PASSED: "survived", FAILED: "killed", INTERRUPTED: "killed"}.get(done.returncode, "broken")
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return Outcome(found, time.perf_counter() - start, failed[0] if failed else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,9 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [m for m in MUTANTS if not options.names or any(word in f"{m.name} {m.file}" for word in options.names)]
     counts: dict[str, int] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, (found, seconds) in zip(chosen, pool.map(outcome, chosen), strict=True):
-            counts[found] = counts.get(found, 0) + 1
-            print(f"{found:<8} {seconds:5.0f} s  {mutant.file}: {mutant.name}", flush=True)
+        for mutant, result in zip(chosen, pool.map(outcome, chosen), strict=True):
+            counts[result.found] = counts.get(result.found, 0) + 1
+            print(f"{result.found:<8} {result.seconds:5.0f} s  {mutant.file}: {mutant.name}", flush=True)
     killed = counts.get("killed", 0) + counts.get("timeout", 0)
     print(f"{killed} of {len(chosen)} mutants were noticed")
     return 0 if killed == len(chosen) else 1
