@@ -11,6 +11,8 @@ pytest stops at the first failure: all mutants together need about an hour on on
 from __future__ import annotations
 
 import argparse
+import importlib
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -23,6 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from mutation.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +34,11 @@ COPIED = ("src", "tests", "docs", "pyproject.toml", "README.md", "constraints.tx
 """What the tests read."""
 SECONDS = 600
 """After which tests do not come to an end any more; without a mutant they need one to three minutes."""
-PASSED, FAILED, INTERRUPTED = 0, 1, 2
+PREPARED = ("torch", "torch._dynamo", "pandas", "sklearn.utils.estimator_checks", "hypothesis", "jaxtyping", "beartype")
+"""What takes long to import, and is not ours."""
+ADDOPTS = "--import-mode=importlib --doctest-modules --doctest-glob=*.md --strict-markers"
+"""Those of `pyproject.toml` without the check of shapes."""
+PASSED, FAILED, INTERRUPTED, BROKEN = 0, 1, 2, 3
 """Exit codes of pytest, the third where a test file cannot be imported; any other means that nothing could fail."""
 
 
@@ -67,35 +75,83 @@ class Outcome:
 
 
 def outcome(mutant: Mutant, chosen: Sequence[str] = ()) -> Outcome:
-    """Run the tests of a mutant, or those chosen by their names and in their order."""
+    """Run the tests of a mutant, or those chosen by their names and in their order.
+
+    Those that are chosen run first in a fork of this process, which has torch at hand, and without the check of shapes:
+    to prepare it takes longer than most tests. They run again with it only if none of them fails.
+    """
     start = time.perf_counter()
     with copied() as copy:
         (copy / "src" / "lapwing" / mutant.file).write_text(mutated(mutant), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-        if chosen:
+        command = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+        if not chosen:
+            code, text = _started(copy, [*command, *(f"tests/{name}" for name in mutant.tests)])
+        else:
             (copy / "chosen.txt").write_text("\n".join(chosen), encoding="utf-8")
             command += ["-p", "mutation.only", "--only", "chosen.txt"]
-            tests = list(dict.fromkeys(name.partition("::")[0] for name in chosen))
-        else:
-            tests = [f"tests/{name}" for name in mutant.tests]
-        # an installed lapwing must not be taken for the copy, neither here nor in processes that tests start
-        paths = os.pathsep.join(str(copy / name) for name in ("src", "tests"))
-        surroundings = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(
-                [*command, *tests],
-                cwd=copy,
-                env=surroundings,
-                capture_output=True,
-                timeout=SECONDS,
-                check=False,
-                text=True,
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome("timeout", time.perf_counter() - start)
-    found = {PASSED: "survived", FAILED: "killed", INTERRUPTED: "killed"}.get(done.returncode, "broken")
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+            command += dict.fromkeys(name.partition("::")[0] for name in chosen)
+            code, text = _forked(copy, ["-o", f"addopts={ADDOPTS}", *command])
+            if code == PASSED:
+                code, text = _started(copy, command)
+    found = {None: "timeout", PASSED: "survived", FAILED: "killed", INTERRUPTED: "killed"}.get(code, "broken")
+    failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if found == "killed" and not failed:
+        found = "broken"
     return Outcome(found, time.perf_counter() - start, failed[0] if failed else "")
+
+
+def _surroundings(copy: Path) -> dict[str, str]:
+    """An installed lapwing must not be taken for the copy, neither here nor in processes that tests start."""
+    paths = os.pathsep.join(str(copy / name) for name in ("src", "tests"))
+    return {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _started(copy: Path, arguments: Sequence[str]) -> tuple[int | None, str]:
+    """Exit code and output of pytest in a process of its own; None for a code if it comes to no end."""
+    command = [sys.executable, "-m", "pytest", *arguments]
+    surroundings = os.environ | _surroundings(copy)
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=surroundings, capture_output=True, timeout=SECONDS, check=False, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout
+
+
+def _forked(copy: Path, arguments: Sequence[str]) -> tuple[int | None, str]:
+    """As `_started`, in a fork of this process."""
+    for name in PREPARED:
+        importlib.import_module(name)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(copy, [*arguments]))
+    process.start()
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return None, ""
+    return process.exitcode, (copy / "output.txt").read_text(encoding="utf-8")
+
+
+def _child(copy: Path, arguments: list[str]) -> None:
+    os.chdir(copy)
+    os.environ.update(_surroundings(copy))
+    sys.dont_write_bytecode = True
+    sys.path[:] = [
+        str(copy / "src"),
+        str(copy / "tests"),
+        *(path for path in sys.path if not path.startswith(str(ROOT))),
+    ]
+    code = BROKEN
+    try:
+        with open("output.txt", "w", encoding="utf-8") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            # of packages that have plugins for pytest, and are prepared
+            code = int(pytest.main([*arguments, "-W", "ignore::pytest.PytestAssertRewriteWarning"]))
+            sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

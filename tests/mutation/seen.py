@@ -36,13 +36,12 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from mutation.run import ADDOPTS, ROOT, copied
+
 SEEN = ROOT / "build" / "seen"
 VARIABLE = "LAPWING_SEEN"
 """Names the folder that the plugin writes to."""
 MARKS = "__seen__"
-ADDOPTS = "--import-mode=importlib --doctest-modules --doctest-glob=*.md --strict-markers"
-"""Those of `pyproject.toml` without the check of shapes, whose import hook would come before this one."""
 
 Block = tuple[str, int]
 """A file under `src/lapwing` and the number of a block of it, in the order of the text."""
@@ -337,8 +336,6 @@ def in_order(tests: set[str], budget: float) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from mutation.run import copied
-
     parser = argparse.ArgumentParser(description="Note which tests execute which block of the library.")
     parser.add_argument("tests", nargs="*", help="paths from the root of the tree; all tests by default")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the tests")
