@@ -121,7 +121,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(marked(path.read_text(encoding="utf-8"), name), str(path), "exec", dont_inherit=True)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -144,7 +144,7 @@ class Notes:
         self.files: dict[str, set[Block]] = {}
         self.failed: set[str] = set()
         setattr(builtins, MARKS, self.hit)
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, Finder())
 
     def _taken(self) -> set[Block]:
         found = set(self.hit)
@@ -261,12 +261,13 @@ def those_that_execute(file: str, text: str, place: Place) -> set[str]:
 
     What is executed at import counts as seen where it is used: defaults of parameters with the function's body, a
     name of the module in every block of the library that speaks of it, the rest of a class or module in all its blocks.
+    So does a block that is executed at import and later.
     """
     tree = ast.parse(text)
     spans = blocks(tree)
     within = [i for i, span in enumerate(spans) if span.start <= place < span.stop]
     within += [i for i, span in enumerate(spans) if any(_inside(place, default) for default in _defaults(span.owner))]
-    if within:
+    if within and (file, within[-1]) not in executed_at_import():
         return seen().tests.get((file, within[-1]), set())
     around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _inside(place, node)]
     names = {part.id for node in around for part in ast.walk(node) if _assigned(part)} if around else set()
@@ -276,6 +277,20 @@ def those_that_execute(file: str, text: str, place: Place) -> set[str]:
     inside = around[0] if around and isinstance(around[0], ast.ClassDef) else None
     chosen = [i for i, span in enumerate(spans) if inside is None or _inside(span.start, inside)]
     return {test for i in chosen for test in seen().tests.get((file, i), ())}
+
+
+@cache
+def executed_at_import() -> set[Block]:
+    """In a process of its own, as this one must not import the library."""
+    program = (
+        "import builtins, importlib, pkgutil, sys; from mutation.seen import MARKS, Finder; marks = set()\n"
+        "setattr(builtins, MARKS, marks); sys.meta_path.insert(0, Finder()); import lapwing\n"
+        "for one in pkgutil.walk_packages(lapwing.__path__, 'lapwing.'): importlib.import_module(one.name)\n"
+        "print(repr(sorted(marks)))"
+    )
+    surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "tests"))}
+    done = subprocess.run([sys.executable, "-c", program], env=surroundings, capture_output=True, check=True, text=True)
+    return set(ast.literal_eval(done.stdout.splitlines()[-1]))
 
 
 def _inside(place: Place, node: ast.AST) -> bool:

@@ -87,6 +87,7 @@ def test_each_block_has_a_mark(hit: set[tuple[str, int]], names: list[str]) -> N
 def test_places_lead_to_the_tests_of_their_blocks(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     known = {("text.py", i): {name} for i, name in enumerate(names)}
     monkeypatch.setattr(seen, "seen", lambda: Seen({}, {}, known))
+    monkeypatch.setattr(seen, "executed_at_import", set)
     monkeypatch.setattr(seen, "_speaking_of", lambda name: [("text.py", 5)] if name == "LIMIT" else [])
 
     def met(words: str) -> set[str]:
