@@ -38,6 +38,8 @@ PREPARED = ("torch", "torch._dynamo", "pandas", "sklearn.utils.estimator_checks"
 """What takes long to import, and is not ours."""
 ADDOPTS = "--import-mode=importlib --doctest-modules --doctest-glob=*.md --strict-markers"
 """Those of `pyproject.toml` without the check of shapes."""
+FIRST = 4
+"""Files whose chosen tests run first: to collect all takes longer than to run most."""
 PASSED, FAILED, INTERRUPTED, BROKEN = 0, 1, 2, 3
 """Exit codes of pytest, the third where a test file cannot be imported; any other means that nothing could fail."""
 
@@ -78,7 +80,7 @@ def outcome(mutant: Mutant, chosen: Sequence[str] = ()) -> Outcome:
     """Run the tests of a mutant, or those chosen by their names and in their order.
 
     Those that are chosen run first in a fork of this process, which has torch at hand, and without the check of shapes:
-    to prepare it takes longer than most tests. They run again with it only if none of them fails.
+    to prepare it takes longer than most tests. Only if none of them fails do those of the first files run with it.
     """
     start = time.perf_counter()
     with copied() as copy:
@@ -89,10 +91,13 @@ def outcome(mutant: Mutant, chosen: Sequence[str] = ()) -> Outcome:
         else:
             (copy / "chosen.txt").write_text("\n".join(chosen), encoding="utf-8")
             command += ["-p", "mutation.only", "--only", "chosen.txt"]
-            command += dict.fromkeys(name.partition("::")[0] for name in chosen)
-            code, text = _forked(copy, ["-o", f"addopts={ADDOPTS}", *command])
+            files = list(dict.fromkeys(name.partition("::")[0] for name in chosen))
+            code, text = PASSED, ""
+            for part in (files[:FIRST], files[FIRST:]):
+                if code == PASSED and part:
+                    code, text = _forked(copy, ["-o", f"addopts={ADDOPTS}", *command, *part])
             if code == PASSED:
-                code, text = _started(copy, command)
+                code, text = _started(copy, [*command, *files[:FIRST]])
     found = {None: "timeout", PASSED: "survived", FAILED: "killed", INTERRUPTED: "killed"}.get(code, "broken")
     failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     if found == "killed" and not failed:
