@@ -33,6 +33,12 @@ TAKEN_OUT: dict[int, dict[int, str]] = {
         28: "the gigabytes that the text of an error speaks of",
         44: "a default that the only caller does not use",
     },
+    4: {
+        1: "how many rows at a time: memory",
+        7: "a comparison of lengths that layouts and bases have passed before",
+        31: "all samples are run again, where two were enough",
+        41: "a comparison of lengths four lines after another",
+    },
 }
 """By seed and number of a mistake: why it changes no result."""
 BUDGET = 150.0
