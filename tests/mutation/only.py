@@ -14,7 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    names = Path(config.getoption("only")).read_text(encoding="utf-8").splitlines()
+    names = Path(str(config.getoption("only"))).read_text(encoding="utf-8").splitlines()
     place = {name: i for i, name in enumerate(names)}
     items[:] = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
 

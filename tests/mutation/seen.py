@@ -270,7 +270,7 @@ def those_that_execute(file: str, text: str, place: Place) -> set[str]:
     if within and (file, within[-1]) not in executed_at_import():
         return seen().tests.get((file, within[-1]), set())
     around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _inside(place, node)]
-    names = {part.id for node in around for part in ast.walk(node) if _assigned(part)} if around else set()
+    names = {part.id for node in around for part in ast.walk(node) if isinstance(part, ast.Name) and _stored(part)}
     users = {test for name in names for block in _speaking_of(name) for test in seen().tests.get(block, ())}
     if users:
         return users
@@ -303,8 +303,8 @@ def _defaults(owner: ast.AST) -> list[ast.expr]:
     return [*owner.args.defaults, *(one for one in owner.args.kw_defaults if one is not None)]
 
 
-def _assigned(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+def _stored(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
 
 
 @cache
