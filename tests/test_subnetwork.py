@@ -4,7 +4,7 @@ and the masks choose what the functions do."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -232,6 +232,27 @@ def test_swag_variance_is_that_of_a_plain_trajectory(snapshots: int, every: int)
     expected = trajectory(model, Categorical(), data(), snapshots, every, 0.05)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-18)
     assert bool((found > 0).all())
+
+
+def test_swag_takes_forty_snapshots_one_after_each_epoch() -> None:
+    """Unless told otherwise, at a rate of 0.01."""
+
+    class Counted(list):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.passes += 1
+            return super().__iter__()
+
+    model, loader = network(), Counted(data())
+    found = subnetwork.swag_variance(model, loader, Categorical())
+    assert loader.passes == 40
+    expected = trajectory(model, Categorical(), data(), 40, 1, 0.01)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-18)
+    loader.passes = 0
+    mask = subnetwork.LargestVarianceSWAGSubnetMask(model, 6)
+    assert torch.equal(mask.select(loader), expected.topk(6).indices.sort().values)
+    assert loader.passes == 40
 
 
 def test_swag_with_batch_norm_in_train_mode_leaves_its_statistics_alone() -> None:

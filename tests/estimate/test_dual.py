@@ -7,6 +7,7 @@ from math import log, pi
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contracts import RTOL, close
@@ -424,3 +425,28 @@ def test_a_subset_feeds_the_dual() -> None:
     assert isinstance(found, Dual)
     assert not isinstance(found, LowRank)
     assert found.rows.count < estimate.dual(tangent, problem.likelihood, problem.batches).rows.count
+
+
+class TwoWays(nn.Module):
+    """One square table, looked up by rows and by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.embedding(x[:, 0], self.table)) * F.embedding(x[:, 1], self.table.T)
+
+
+def test_a_table_that_is_looked_up_by_rows_and_by_columns() -> None:
+    """Equal indices are equal entries only where both look up the same way."""
+    model, x = TwoWays(), torch.tensor([[0, 0], [1, 2], [2, 1], [3, 3], [0, 1]])
+    y = torch.zeros(5, 4, dtype=torch.float64)
+    dual = estimate.dual(Tangent(model), Gaussian(), [(x, y)])
+    jacobian = torch.func.jacrev(lambda t: torch.func.functional_call(model, {"table": t}, (x,)))(model.table.detach())
+    rows = jacobian.reshape(20, 16)
+    prior = torch.linspace(1, 2, 16, dtype=torch.float64)
+    torch.testing.assert_close(dual.dense(), rows.T @ rows, rtol=1e-9, atol=1e-12)
+    precision = dual.with_prior(prior)
+    expected = torch.logdet(rows.T @ rows + torch.diag(prior))
+    torch.testing.assert_close(precision.logdet(), expected, rtol=1e-9, atol=0)

@@ -67,6 +67,25 @@ def test_noise_far_from_the_start_is_found(method: str, noise: float) -> None:
     torch.testing.assert_close(la.sigma_noise, level, rtol=1e-4, atol=0)
 
 
+def test_weights_that_use_nearly_all_targets_leave_the_rest_to_the_noise() -> None:
+    """19 weights and 20 targets: fewer than one target in ten is left, and sigma^2 = SSE / (N - gamma) all the same."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 18, generator=generator, dtype=torch.float64)
+    y = 3 * x.sum(1, keepdim=True) + 0.1 * torch.randn(20, 1, generator=generator, dtype=torch.float64)
+    model = nn.Linear(18, 1).double()
+    best = torch.linalg.lstsq(torch.cat([x, torch.ones(20, 1).double()], 1), y).solution
+    with torch.no_grad():
+        model.weight.copy_(best[:-1].T)
+        model.bias.copy_(best[-1])
+    la = Laplace(model, "regression", "all", "full")
+    la.fit([(x, y)])
+    la.optimize_prior_precision(method="mackay", optimize_sigma_noise=True)
+    fit, gamma = la.fitted.fit, float(la.effective_parameters().sum())
+    assert isinstance(fit, GaussianFit)
+    assert 18.5 < gamma < 19
+    torch.testing.assert_close(float(la.sigma_noise), float(fit.squares / (20 - gamma)) ** 0.5, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_all_targets_zero(seed: int) -> None:
     """Residuals without a scale: the bound is that of the dtype. From some inputs one search ends at a kink."""

@@ -191,6 +191,15 @@ def test_weights_that_changed_since_the_fit_are_refused() -> None:
         la(xt)
 
 
+def test_no_graph_is_kept_where_none_is_asked_for() -> None:
+    """Gradients need `enable_backprop` and a caller who records: one of the two is not enough."""
+    at = xt.clone().requires_grad_()
+    assert all(value.requires_grad for value in full(enable_backprop=True)(at))
+    with torch.no_grad():
+        assert not any(value.requires_grad for value in full(enable_backprop=True)(at))
+    assert not any(value.requires_grad for value in full()(at))
+
+
 def test_sampled_networks_carry_gradients_when_asked() -> None:
     la = full(enable_backprop=True)
     assert la.functional_samples(xt.clone().requires_grad_(), "nn", 2).requires_grad

@@ -326,6 +326,14 @@ class TestLarge:
                 assert any(found), (name, place)
                 assert kept.difference(model, whole=True) == f"{name!r} has other numbers"
 
+    def test_a_write_of_every_number_that_leaves_no_trace_is_seen_at_once(self) -> None:
+        model = nn.Linear(16, 16, bias=False)
+        kept = Kept.of(model)
+        assert len(kept.windows) > 1
+        assert not any(kept.difference(model) for _ in kept.windows)
+        model.weight.data += 1
+        assert kept.difference(model) == "'weight' has other numbers"
+
     def test_a_write_that_torch_counts_is_seen_at_once(self) -> None:
         for change in (lambda p: p.add_(1), swapped, lambda p: vector_to_parameters(torch.ones(p.numel()), [p])):
             for name in numbers(self.model()):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import OptionError
+from lapwing.evidence import grid as validation
 from lapwing.laplace import BaseLaplace, Laplace, LinkApprox
 from lapwing.likelihoods.links import NAMES
 
@@ -69,7 +70,7 @@ def test_a_grid_scores_what_is_predicted(link: str) -> None:
         torch.testing.assert_close(found, la(held_out[0][0], link_approx=link))
 
 
-def test_draws_are_scored_by_the_density_of_their_mixture() -> None:
+def test_draws_are_scored_by_the_density_of_their_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     """-log of the mean over draws, as the prediction is a mixture; the mean of -log prefers draws that all agree."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
@@ -88,9 +89,13 @@ def test_draws_are_scored_by_the_density_of_their_mixture() -> None:
     best = int(torch.tensor(mixture).argmin())
     assert best != int(torch.tensor(agreement).argmin())
     ask = {"val_loader": [(x, y)], "log_prior_prec_min": -3, "log_prior_prec_max": 3, "grid_size": 7, "n_samples": 50}
-    generator = torch.Generator().manual_seed(5)
+    generator, compared, smallest = torch.Generator().manual_seed(5), [], validation.smallest
+    monkeypatch.setattr(
+        validation, "smallest", lambda scores, names: compared.append(scores) or smallest(scores, names)
+    )
     la.optimize_prior_precision(pred_type="nn", method="gridsearch", generator=generator, **ask)
     torch.testing.assert_close(la.prior_precision, grid[best : best + 1])
+    torch.testing.assert_close(compared[0], torch.tensor(mixture, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
 SIGMA = 0.3

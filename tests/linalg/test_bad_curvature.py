@@ -18,6 +18,7 @@ from lapwing.linalg import (
     Dense,
     Diagonal,
     Kronecker,
+    LowRank,
     MatrixLayout,
     Segments,
     Term,
@@ -95,6 +96,16 @@ def test_entries_that_are_not_finite_are_refused(bad: float, vector: bool) -> No
     ):
         with pytest.raises(CurvatureError, match=r"NaN or infinite.*expected.*Check"):
             curvature.with_prior(prior)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_low_rank_entries_that_are_not_finite_are_refused(bad: float) -> None:
+    vectors, values = torch.eye(3, 2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    spoiled = vectors.clone()
+    spoiled[1, 1] = bad
+    for curvature in (LowRank(spoiled, values), LowRank(vectors, torch.tensor([1.0, bad], dtype=torch.float64))):
+        with pytest.raises(CurvatureError, match=r"the low-rank curvature holds NaN or infinite.*expected.*Check"):
+            curvature.with_prior(1.0)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)

@@ -11,15 +11,21 @@ pytest stops at the first failure: all mutants together need about an hour on on
 from __future__ import annotations
 
 import argparse
+import importlib
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from mutation.mutants import MUTANTS, Mutant
 
@@ -28,8 +34,14 @@ COPIED = ("src", "tests", "docs", "pyproject.toml", "README.md", "constraints.tx
 """What the tests read."""
 SECONDS = 600
 """After which tests do not come to an end any more; without a mutant they need one to three minutes."""
-PASSED, FAILED = 0, 1
-"""Exit codes of pytest; any other means that there was nothing to fail."""
+PREPARED = ("torch", "torch._dynamo", "pandas", "sklearn.utils.estimator_checks", "hypothesis", "jaxtyping", "beartype")
+"""What takes long to import, and is not ours."""
+ADDOPTS = "--import-mode=importlib --doctest-modules --doctest-glob=*.md --strict-markers"
+"""Those of `pyproject.toml` without the check of shapes."""
+FIRST = 4
+"""Files whose chosen tests run first: to collect all takes longer than to run most."""
+PASSED, FAILED, INTERRUPTED, BROKEN = 0, 1, 2, 3
+"""Exit codes of pytest, the third where a test file cannot be imported; any other means that nothing could fail."""
 
 
 def mutated(mutant: Mutant, root: Path = ROOT) -> str:
@@ -41,31 +53,110 @@ def mutated(mutant: Mutant, root: Path = ROOT) -> str:
     return text.replace(mutant.before, mutant.after)
 
 
-def outcome(mutant: Mutant) -> tuple[str, float]:
-    """ "killed", "survived", "timeout" or "broken" (no test could run), and the seconds it took."""
-    start = time.perf_counter()
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A temporary copy of what the tests read, compiled files too: times are copied, so that they hold."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("*.egg-info"))
             else:
                 shutil.copy(source, copy / name)
+        yield copy
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`found` is "killed", "survived", "timeout" or "broken" (no test could run); `by` is the test that failed."""
+
+    found: str
+    seconds: float
+    by: str = ""
+
+
+def outcome(mutant: Mutant, chosen: Sequence[str] = ()) -> Outcome:
+    """Run the tests of a mutant, or those chosen by their names and in their order.
+
+    Those that are chosen run first in a fork of this process, which has torch at hand, and without the check of shapes:
+    to prepare it takes longer than most tests. Only if none of them fails do those of the first files run with it.
+    """
+    start = time.perf_counter()
+    with copied() as copy:
         (copy / "src" / "lapwing" / mutant.file).write_text(mutated(mutant), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-        tests = [f"tests/{name}" for name in mutant.tests]
-        # an installed lapwing must not be taken for the copy, neither here nor in processes that tests start
-        paths = os.pathsep.join(str(copy / name) for name in ("src", "tests"))
-        surroundings = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(
-                [*command, *tests], cwd=copy, env=surroundings, capture_output=True, timeout=SECONDS, check=False
-            )
-            found = {PASSED: "survived", FAILED: "killed"}.get(done.returncode, "broken")
-        except subprocess.TimeoutExpired:
-            found = "timeout"
-    return found, time.perf_counter() - start
+        command = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+        if not chosen:
+            code, text = _started(copy, [*command, *(f"tests/{name}" for name in mutant.tests)])
+        else:
+            (copy / "chosen.txt").write_text("\n".join(chosen), encoding="utf-8")
+            command += ["-p", "mutation.only", "--only", "chosen.txt"]
+            files = list(dict.fromkeys(name.partition("::")[0] for name in chosen))
+            code, text = PASSED, ""
+            for part in (files[:FIRST], files[FIRST:]):
+                if code == PASSED and part:
+                    code, text = _forked(copy, ["-o", f"addopts={ADDOPTS}", *command, *part])
+            if code == PASSED:
+                code, text = _started(copy, [*command, *files[:FIRST]])
+    found = {None: "timeout", PASSED: "survived", FAILED: "killed", INTERRUPTED: "killed"}.get(code, "broken")
+    failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if found == "killed" and not failed:
+        found = "broken"
+    return Outcome(found, time.perf_counter() - start, failed[0] if failed else "")
+
+
+def _surroundings(copy: Path) -> dict[str, str]:
+    """An installed lapwing must not be taken for the copy, neither here nor in processes that tests start."""
+    paths = os.pathsep.join(str(copy / name) for name in ("src", "tests"))
+    return {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _started(copy: Path, arguments: Sequence[str]) -> tuple[int | None, str]:
+    """Exit code and output of pytest in a process of its own; None for a code if it comes to no end."""
+    command = [sys.executable, "-m", "pytest", *arguments]
+    surroundings = os.environ | _surroundings(copy)
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=surroundings, capture_output=True, timeout=SECONDS, check=False, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout
+
+
+def _forked(copy: Path, arguments: Sequence[str]) -> tuple[int | None, str]:
+    """As `_started`, in a fork of this process."""
+    for name in PREPARED:
+        importlib.import_module(name)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(copy, [*arguments]))
+    process.start()
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return None, ""
+    return process.exitcode, (copy / "output.txt").read_text(encoding="utf-8")
+
+
+def _child(copy: Path, arguments: list[str]) -> None:
+    os.chdir(copy)
+    os.environ.update(_surroundings(copy))
+    sys.dont_write_bytecode = True
+    sys.path[:] = [
+        str(copy / "src"),
+        str(copy / "tests"),
+        *(path for path in sys.path if not path.startswith(str(ROOT))),
+    ]
+    code = BROKEN
+    try:
+        with open("output.txt", "w", encoding="utf-8") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            # of packages that have plugins for pytest, and are prepared
+            code = int(pytest.main([*arguments, "-W", "ignore::pytest.PytestAssertRewriteWarning"]))
+            sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,9 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [m for m in MUTANTS if not options.names or any(word in f"{m.name} {m.file}" for word in options.names)]
     counts: dict[str, int] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, (found, seconds) in zip(chosen, pool.map(outcome, chosen), strict=True):
-            counts[found] = counts.get(found, 0) + 1
-            print(f"{found:<8} {seconds:5.0f} s  {mutant.file}: {mutant.name}", flush=True)
+        for mutant, result in zip(chosen, pool.map(outcome, chosen), strict=True):
+            counts[result.found] = counts.get(result.found, 0) + 1
+            print(f"{result.found:<8} {result.seconds:5.0f} s  {mutant.file}: {mutant.name}", flush=True)
     killed = counts.get("killed", 0) + counts.get("timeout", 0)
     print(f"{killed} of {len(chosen)} mutants were noticed")
     return 0 if killed == len(chosen) else 1

@@ -209,6 +209,12 @@ def test_a_fingerprint_is_of_rows_as_a_set() -> None:
     assert int(fingerprint(torch.tensor([-0.0]))) == int(fingerprint(torch.tensor([0.0])))
 
 
+def test_a_fingerprint_is_the_same_in_every_release() -> None:
+    """Files hold it, and posteriors from files are compared with others."""
+    assert int(fingerprint(torch.tensor([[0.5, -1.25], [2.0, 3.0]]))) == -5527438024628214756
+    assert int(fingerprint(torch.tensor([0, 1, 2, 1]))) == 7125265930169284764
+
+
 def test_files_and_checkpoints_keep_the_fingerprint(tmp_path: Path) -> None:
     one = fitted()
     one.save(tmp_path / "la.lapwing")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from math import log
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +25,9 @@ from lapwing.tables import network as architecture
 from lapwing.tables import stretch as stretches
 from lapwing.tables import training as network
 from lapwing.tables.network import Spec, build
-from lapwing.tables.stretch import FitProgress, TableTraining, reestimated
+from lapwing.tables.stretch import Clock, FitProgress, TableTraining, reestimated
 from lapwing.tables.training import train
-from lapwing.training.loop import Best
+from lapwing.training.loop import Best, Looks, TrainingLoop
 
 
 def wave(rows: int, seed: int = 0, noise: float = 0.1) -> tuple[Tensor, Tensor]:
@@ -153,6 +155,24 @@ def test_the_callback_hears_of_every_epoch() -> None:
     assert 5 <= len(evaluated) <= stretches.LOOKS
     assert told[-1].log_marginal is not None
     assert told[-1].loss < told[0].loss
+
+
+@pytest.mark.parametrize(("width", "looks"), [(5, 40), (500, 40), (501, 10)])
+def test_wide_networks_are_looked_at_less_often(width: int, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look decomposes factors as wide as the layers, which takes seconds beyond 500."""
+    x, y = wave(8)
+    spec = Spec(2, 1, width=width, depth=1)
+    generator = torch.Generator().manual_seed(0)
+    run = TableTraining(build(spec, generator), spec, x, y.unsqueeze(1), "regression", 8, generator)
+    asked: list[int] = []
+
+    def noted(self: TrainingLoop, looks: Looks, epochs: int, due: Callable[[int], bool], told: Any) -> None:
+        asked.extend(number for number in range(1, epochs + 1) if due(number))
+
+    monkeypatch.setattr(TrainingLoop, "run", noted)
+    run.stretch(2000, 1e-3, Prior.isotropic(ParamSpace.of(run.model)), torch.ones(()), Clock(2000, None))
+    assert len(asked) == looks
+    assert asked[-1] == 2000
 
 
 def test_an_interrupt_comes_through() -> None:

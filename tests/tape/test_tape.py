@@ -260,3 +260,19 @@ def test_pull_agrees_with_autograd_for_one_and_for_many_cotangents():
     for value, found in node.pull([u[0]]):
         expected = (u[0] * left).sum(0) if value.parameter == "s" else u[0] * scale
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (lambda m, x: m.first(x)[:, 0], "has shape \\(4,\\); expected \\[batch, outputs\\]"),
+        (lambda m, x: m.first(x)[:3], "has 3 rows for a batch of 4 inputs"),
+        (lambda m, x: m.first(x).repeat(2, 1), "has 8 rows for a batch of 4 inputs"),
+        (lambda m, x: m.first(x).detach(), "no trainable parameter behind the model's output"),
+    ],
+    ids=["no output axis", "fewer rows", "more rows", "detached"],
+)
+def test_outputs_that_are_no_rows_of_data_points_are_refused(body: Any, words: str) -> None:
+    model = problems.Net(body, first=nn.Linear(3, 2))
+    with unchanged(model), pytest.raises(ModelError, match=words):
+        record(Tangent(model), x(4, 3))
