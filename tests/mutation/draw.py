@@ -39,6 +39,11 @@ TAKEN_OUT: dict[int, dict[int, str]] = {
         31: "all samples are run again, where two were enough",
         41: "a comparison of lengths four lines after another",
     },
+    5: {
+        13: "memory: grams of exactly the size that is still kept",
+        30: "into how many parts a window of numbers is cut that are compared all the same",
+        50: "how many rows at a time: memory",
+    },
 }
 """By seed and number of a mistake: why it changes no result."""
 BUDGET = 150.0
