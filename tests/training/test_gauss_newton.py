@@ -286,6 +286,27 @@ def test_a_step_that_cannot_be_had_leaves_the_weights_bit_for_bit() -> None:
     assert step.tau > 1
 
 
+def test_a_batch_that_allows_no_step_does_not_freeze_the_next() -> None:
+    """tau is raised by 5 % beyond a step that was given up, and not by all that was tried."""
+
+    class Brittle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([1.0]))
+            self.start = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            broken = bool((x > 5).any()) and float(self.w.detach()) != self.start
+            return self.w * x * (float("nan") if broken else 1.0)
+
+    optimiser = GaussNewton(Brittle(), Gaussian(), structure="full", estimator="exact", tau=1.0, zeta=1.0)
+    given_up = optimiser.step(torch.full((3, 1), 6.0), torch.zeros(3, 1))
+    assert not given_up.accepted
+    assert given_up.refused > 5
+    assert given_up.tau == pytest.approx(1 / 0.95)
+    assert optimiser.step(torch.ones(3, 1), torch.zeros(3, 1)).accepted
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_every_structure_lowers_the_loss(structure: str) -> None:
     model = network(3)

@@ -175,9 +175,7 @@ class GaussNewton(torch.optim.Optimizer):
     @torch.no_grad()
     def here(self, batches: Iterable[Pair]) -> Here:
         """The loss of some batches at the present weights, and its gradient, without a step."""
-        return Here.of(
-            self.tangent, self.likelihood, self.penalty, [part for batch in batches for part in self._split(*batch)]
-        )
+        return Here.of(self.tangent, self.likelihood, self.penalty, self._parts(batches))
 
     def _parts(self, batches: Iterable[Pair]) -> list[Pair]:
         parts = [part for batch in batches for part in self._split(*batch)]
@@ -309,7 +307,7 @@ class GaussNewton(torch.optim.Optimizer):
                 plan = self._plan(here, self.damping.tau)
         # below rounding a ratio says nothing
         ratio = (after - here.value) / promised if accepted and promised < -slack else nan
-        if refused and before.zeta is not None and accepted and before.tau:
+        if refused and before.zeta is not None and before.tau:
             # what one batch needed is no measure for the next: beyond this step, damping is raised as by a poor ratio
             self.damping = replace(before, zeta=self.damping.zeta).after(-inf)
         elif due and not refused and ratio == ratio:
