@@ -87,8 +87,7 @@ def parts(model: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
         "eigenvectors": lambda: whole.clone().with_prior(1000.0),
         "inverses": lambda: split.with_prior(1000.0).solve(here.gradient),
     }
-    with torch.no_grad():
-        return best(work, rounds)
+    return best(work, rounds)
 
 
 def main() -> None:
