@@ -38,7 +38,7 @@ def test_products_in_one_two_or_four_bands(width: int, count: int) -> None:
 @pytest.mark.parametrize("width", [3, 250])
 @pytest.mark.parametrize("layout", ["rows", "positions last", "gradients of a convolution"])
 def test_gram_sums_of_every_layout_and_of_batches_of_any_size(layout: str, width: int) -> None:
-    """Few rows wait for more: sizes around the limit (24 rows for a width of 3), and what waits at the end counts."""
+    """Few rows wait for more: sizes around the limit (6 rows for a width of 3), and what waits at the end counts."""
     shared = width + 1 if layout == "gradients of a convolution" else 2
     parts = [normal(count, shared, 2, width) for count in (1, 2, 2, 4, 1, 3)]
     total = GramSum(parts[0].new_zeros(2, width, width))

@@ -48,7 +48,7 @@ FEW_ROWS = 1024
 
 def enough_rows(width: int) -> int:
     """Rows that are worth a product at once: the sum has width^2 entries, and waiting costs a copy of the rows."""
-    return min(FEW_ROWS, 8 * width)
+    return min(FEW_ROWS, 2 * width)
 
 
 @dataclass
