@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lapwing.estimate import kfac, kfra
 from lapwing.likelihoods import Bernoulli
+from lapwing.serialize import pack, unpack
 from lapwing.tangent import Tangent
 from lapwing.training import GaussNewton
 from lapwing.training.quadratic import Here, Penalty
@@ -74,7 +75,7 @@ def parts(model: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
     split = kfac(tangent, likelihood, data, generator=generator, factored_damping=True)
     here = Here.of(tangent, likelihood, Penalty(), data)
     eigen, inverse = whole.with_prior(1000.0), split.with_prior(1000.0)
-    zero = torch.zeros_like(here.theta)
+    zero, described = torch.zeros_like(here.theta), pack(whole)
     work: dict[str, Callable[[], object]] = {
         "gradient, plain": lambda: gradients(model, [x]),
         "loss and gradient": lambda: Here.of(tangent, likelihood, Penalty(), data),
@@ -84,7 +85,8 @@ def parts(model: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
         "solve, split damping": lambda: inverse.solve(here.gradient),
         "curvature, drawn": lambda: kfac(tangent, likelihood, data, generator=generator),
         "curvature, recursive": lambda: kfra(tangent, likelihood, data),
-        "eigenvectors": lambda: whole.clone().with_prior(1000.0),
+        # what comes from a description has no eigenvectors yet; a copy would bring those it was made with
+        "eigenvectors": lambda: unpack(*described).with_prior(1000.0),
         "inverses": lambda: split.with_prior(1000.0).solve(here.gradient),
     }
     return best(work, rounds)
