@@ -39,10 +39,16 @@ TAKEN_OUT: dict[int, dict[int, str]] = {
         31: "all samples are run again, where two were enough",
         41: "a comparison of lengths four lines after another",
     },
-    5: {
-        13: "memory: grams of exactly the size that is still kept",
-        30: "into how many parts a window of numbers is cut that are compared all the same",
+    6: {
+        2: "a product of the Jacobian by rows in place of two backward passes: the same numbers",
+        14: "a grid that reaches one step beyond what counts",
+        23: "65 roundings allowed for in place of 64",
+        31: "nodes of a graph are looked at again: time",
+        39: "the general way of a product that has one of its own: the same numbers",
+        42: "one band of rows in place of eight: the same sums",
+        44: "how many cotangents at a time: memory",
         50: "how many rows at a time: memory",
+        51: "which of two ways draws a set; all sets are equally likely by both",
     },
 }
 """By seed and number of a mistake: why it changes no result."""
