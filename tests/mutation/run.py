@@ -145,7 +145,7 @@ def _child(copy: Path, arguments: list[str]) -> None:
     sys.path[:] = [
         str(copy / "src"),
         str(copy / "tests"),
-        *(path for path in sys.path if not path.startswith(str(ROOT))),
+        *(path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "src", ROOT / "tests")),
     ]
     code = BROKEN
     try:
