@@ -461,3 +461,61 @@ def test_a_name_that_is_too_long_is_found_before_the_work(tmp_path: Path, length
     check_writable(tmp_path / ("x" * 233))
     write(tmp_path / ("x" * 233), {}, {})
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def leftovers(folder: Path) -> tuple[Path, Path]:
+    """What a killed process has left of the file `a`: a minute before it counts as old, and a minute after."""
+    young, old = (folder / f".a.{name}{files.PARTIAL}" for name in ("12ab", "34cd"))
+    for path, age in ((young, files.OLD - 60), (old, files.OLD + 60)):
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age, time.time() - age))
+    return young, old
+
+
+def test_without_fcntl_old_leftovers_are_removed_and_young_ones_may_be_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "fcntl", None)
+    young, old = leftovers(tmp_path)
+    write(tmp_path / "a", tensors(), METADATA)
+    assert young.exists()
+    assert not old.exists()
+    assert same(read(tmp_path / "a")[0], tensors())
+    assert sorted(each.name for each in tmp_path.iterdir()) == [young.name, "a"]
+
+
+def test_on_a_file_system_without_locks_age_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def unlocked(found: int, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unlocked)
+    young, old = leftovers(tmp_path)
+    write(tmp_path / "a", tensors(), METADATA)
+    assert young.exists()
+    assert not old.exists()
+    assert same(read(tmp_path / "a")[0], tensors())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted by /proc")
+@pytest.mark.parametrize("locks", [True, False])
+def test_no_file_stays_open(tmp_path: Path, locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not locks:
+        monkeypatch.setattr(files, "fcntl", None)
+    before = len(os.listdir("/proc/self/fd"))
+    leftovers(tmp_path)
+    write(tmp_path / "a", {}, {})
+    read(tmp_path / "a")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("shape", "fits"), [([1] * 63 + [2], True), ([1] * 64 + [2], False), ([2**62 + 1, 0], False)])
+def test_shapes_that_torch_cannot_have_are_refused(tmp_path: Path, shape: list[int], fits: bool) -> None:
+    data = bytes(0 if 0 in shape else 8)
+    forged(tmp_path / "a", {"x": entry(shape, len(data))}, data, tensors={"x": hashlib.sha256(data).hexdigest()})
+    if fits:
+        assert list(read(tmp_path / "a")[0]["x"].shape) == shape
+    else:
+        with pytest.raises(StorageError, match="description that does not fit its tensors"):
+            read(tmp_path / "a")

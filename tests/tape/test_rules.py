@@ -514,6 +514,9 @@ SPELLED_OUT: dict[str, tuple] = {
     "solve": (lambda a, b: torch.linalg.solve(a, b), (3, 3), (3, 2)),
     "inverse": (lambda a: torch.linalg.inv(a), (3, 3)),
     "cumprod": (lambda a: a.cumprod(1), (2, 3)),
+    "qr": (lambda a: tuple(torch.linalg.qr(a)), (3, 3)),
+    "cummax": (lambda a: tuple(a.cummax(1)), (2, 4)),
+    "one value twice": (lambda a: torch.linalg.solve_triangular(a, a, upper=True), (3, 3)),
 }
 
 
@@ -521,6 +524,20 @@ SPELLED_OUT: dict[str, tuple] = {
 def test_what_is_made_of_parameters_alone_needs_no_rule(name):
     function, *inputs = SPELLED_OUT[name]
     check(function, *inputs, rules=0)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", SPELLED_OUT)
+def test_entries_are_spelled_out_one_by_one_in_anomaly_mode(name):
+    """Where many backward passes cannot be one."""
+    function, *inputs = SPELLED_OUT[name]
+    with torch.autograd.set_detect_anomaly(True):
+        check(function, *inputs, rules=0)
+
+
+def test_entries_are_spelled_out_in_parts(monkeypatch):
+    monkeypatch.setattr(rules_of_one_entry, "DEFAULT_BUDGET", 1)
+    check(lambda a, b: torch.linalg.solve(a, b), (3, 3), (3, 2), rules=0)
 
 
 def test_what_is_too_large_to_be_spelled_out_is_refused(monkeypatch):

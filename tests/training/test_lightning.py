@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,3 +117,99 @@ def test_the_best_weights_are_put_back_and_a_network_inside_is_served() -> None:
     tuner.restore()
     for a, b in zip(module.network.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+# -- Lightning's hooks, called in its order: also where it is not installed -------------------------------------------
+
+
+class Stated(nn.Module):
+    """A module of Lightning's, as far as the callback knows one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.logged = network(), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x)
+
+    def log(self, name: str, value: float) -> None:
+        self.logged.append((name, value))
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    if lightning_callback.Callback is object:
+        monkeypatch.setattr(lightning_callback, "Callback", type("Callback", (), {}))
+
+
+def driven(module: Stated, callback: EvidenceCallback, epochs: int, scale: float = 1.0, loaded: bool = True) -> None:
+    optimiser = torch.optim.SGD(module.parameters(), lr=0.1 / scale)
+    trainer = SimpleNamespace(train_dataloader=loader() if loaded else None)
+    callback.on_train_start(trainer, module)
+    for _ in range(epochs):
+        for x, y in loader():
+            optimiser.zero_grad()
+            (scale * nn.functional.cross_entropy(module(x), y)).backward()
+            callback.on_before_optimizer_step(trainer, module, optimiser)
+            optimiser.step()
+        callback.on_train_epoch_end(trainer, module)
+    callback.on_train_end(trainer, module)
+
+
+def assert_same(module: Stated, model: nn.Module) -> None:
+    for a, b in zip(module.network.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("hooks")
+@pytest.mark.parametrize("resumed", [False, True])
+def test_its_hooks_train_as_a_loop_by_hand(resumed: bool) -> None:
+    model, tuner = by_hand(6)
+    module, callback = Stated(), EvidenceCallback(Categorical(), restore_best=False, **OPTIONS)
+    assert callback.state_dict() == {}
+    if resumed:
+        first = EvidenceCallback(Categorical(), restore_best=False, **OPTIONS)
+        driven(module, first, 3)
+        callback.load_state_dict(first.state_dict())
+    driven(module, callback, 3 if resumed else 6)
+    assert callback.tuner is not None
+    assert callback.tuner.epoch == 6
+    assert callback.tuner.log_marginals == pytest.approx(tuner.log_marginals, rel=1e-5)
+    assert module.logged == [("log_evidence", pytest.approx(value, rel=1e-5)) for value in tuner.log_marginals]
+    assert_same(module, model)
+
+
+@pytest.mark.usefixtures("hooks")
+def test_a_state_of_nothing_is_no_state() -> None:
+    callback = EvidenceCallback(Categorical(), **OPTIONS)
+    callback.load_state_dict({})
+    driven(Stated(), callback, 1)
+    assert callback.tuner is not None
+    assert callback.tuner.epoch == 1
+
+
+@pytest.mark.usefixtures("hooks")
+@pytest.mark.parametrize("restored", [False, True])
+def test_its_hooks_serve_a_network_inside_a_loss_that_is_a_multiple_and_data_of_ones_own(restored: bool) -> None:
+    module = Stated()
+    options = OPTIONS | ({} if restored else {"restore_best": False})  # the best weights are put back unless told
+    callback = EvidenceCallback(Categorical(), model=module.network, loader=loader(), scale=3.0, **options)
+    driven(module, callback, 5, scale=3.0, loaded=False)
+    model, tuner = by_hand(5)
+    last = {name: value.clone() for name, value in model.state_dict().items()}
+    tuner.restore()
+    assert not all(torch.equal(value, last[name]) for name, value in model.state_dict().items())
+    if not restored:
+        model.load_state_dict(last)
+    assert_same(module, model)
+    assert callback.tuner is not None
+    assert callback.tuner.objective.tangent.model is module.network
+
+
+@pytest.mark.usefixtures("hooks")
+def test_without_a_look_the_last_weights_stay() -> None:
+    module, callback = Stated(), EvidenceCallback(Categorical(), **OPTIONS)
+    callback.on_train_end(None, module)  # before it began
+    driven(module, callback, 1)
+    assert not module.logged
+    assert_same(module, by_hand(1)[0])
