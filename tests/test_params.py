@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -299,3 +302,12 @@ def test_vectors_and_trees_of_the_wrong_shape_are_refused() -> None:
             space.ravel(tree | {"0.weight": wrong})
     with pytest.raises(ParameterError, match=r"entry '0.bias' has batch axes \(5,\).*expected \(4,\)"):
         space.ravel(space.unravel(torch.ones(4, 37)) | {"0.bias": torch.ones(5, 3)})
+
+
+@pytest.mark.parametrize("name", ["module_", "module", "model"])
+def test_a_network_inside_what_is_none_is_named(name, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+    with pytest.raises(ModelError, match=f"is a SimpleNamespace; expected a torch.nn.Module. Give its {name}, which"):
+        ParamSpace.of(SimpleNamespace(**{name: nn.Linear(2, 1)}))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ModelError, match="Give the network itself"):
+        ParamSpace.of(SimpleNamespace(**{name: "linear"}))  # pyright: ignore[reportArgumentType]

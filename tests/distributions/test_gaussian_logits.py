@@ -118,3 +118,9 @@ def test_bridge_conditions_logits_that_are_correlated_and_of_any_sum(classes: in
             (1 - 2 / classes + torch.exp(m) * others / classes**2) / v for m, v in zip(mu, variance, strict=True)
         ]
         torch.testing.assert_close(found[row], torch.stack(expected), rtol=1e-9, atol=0)
+
+
+def test_all_pairs_of_one_logit_are_the_sigmoid() -> None:
+    mean, covariance = random_logits(1, 1.5)
+    expected = torch.sigmoid(mean / (1 + torch.pi / 8 * covariance[:, :, 0]).sqrt())
+    torch.testing.assert_close(probit_full(mean, covariance), expected, rtol=1e-9, atol=0)

@@ -8,7 +8,7 @@ from torch import nn
 
 import oracle
 from lapwing import Laplace
-from lapwing.estimate.cotangents import monte_carlo
+from lapwing.estimate.cotangents import Columns, monte_carlo
 from lapwing.likelihoods import Categorical, Likelihood
 
 CUBES: dict[str, tuple[nn.Module, tuple[int, ...], Likelihood]] = {
@@ -39,3 +39,14 @@ def test_nothing_is_drawn_where_there_is_no_target() -> None:
     columns = monte_carlo(3)(Categorical(ignore_index=-100), f, y, torch.Generator().manual_seed(0))
     found = torch.cat(list(columns.chunked(2)))
     assert torch.equal((found != 0).any(-1), (y != -100).expand(3, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("count", "step", "sizes"),
+    [(0, 3, []), (1, 3, [1]), (10, 4, [4, 4, 2]), (9, 8, [5, 4]), (8, 8, [8]), (7, 1, [1] * 7), (5, 100, [5])],
+)
+def test_columns_are_made_in_parts_of_about_the_same_size(count: int, step: int, sizes: list[int]) -> None:
+    everything = torch.arange(count, dtype=torch.float64)[:, None, None]
+    parts = list(Columns(count, lambda part: everything[part]).chunked(step))
+    assert [len(part) for part in parts] == sizes
+    assert torch.equal(torch.cat([*parts, everything[:0]]), everything)

@@ -16,6 +16,7 @@ import oracle
 import problems
 from lapwing import estimate
 from lapwing.errors import DataError, ModelError, ParameterError, UnsupportedOperationError
+from lapwing.estimate.cotangents import Columns
 from lapwing.estimate.propagated.kfra import output_sum
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.linalg import Kronecker
@@ -584,3 +585,27 @@ def test_refuses_a_matrix_beyond_the_budget() -> None:
 def test_refuses_an_empty_loader() -> None:
     with pytest.raises(DataError, match="no batch"):
         estimate.kfra(Tangent(nn.Linear(2, 2)), Categorical(), [])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 100])
+@pytest.mark.parametrize("likelihood", [Gaussian(0.3), Categorical()], ids=lambda each: type(each).__name__)
+def test_columns_sum_to_the_output_hessian_in_parts_that_fit(likelihood: Likelihood, steps: int) -> None:
+    """The Fisher's columns: its sum is that of the Hessians, which these likelihoods have in common with it."""
+    f = torch.randn(5, 4, 3).double()
+    y = likelihood.sample(f)
+    sizes: list[int] = []
+
+    def watched(*args: Any) -> Columns:
+        columns = estimate.fisher(*args)
+        return Columns(columns.count, lambda part: (sizes.append(part.stop - part.start), columns.take(part))[1])
+
+    budget = 4 * steps * 2 * f.numel() * f.element_size()
+    found = output_sum(likelihood, f, y, watched, None, budget)
+    expected = total(oracle.output_hessian(likelihood, f[n : n + 1], y[n : n + 1])[0] for n in range(5))
+    close(found, expected)
+    count = 12 if isinstance(likelihood, Gaussian) else 8  # two of three classes are free
+    assert sum(sizes) == count
+    assert max(sizes) == min(steps, count)
+    sizes.clear()
+    close(output_sum(likelihood, f, y, watched, None, 0), expected)
+    assert sizes == [1] * count

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from lapwing.errors import LikelihoodError
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, from_function
+from lapwing.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    from_function,
+)
 
 RTOL = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -180,3 +188,13 @@ def test_an_empty_batch_gives_empty_results(problem):
     for result in (likelihood.hessian(f, y), likelihood.hessian_sqrt(f, y), likelihood.fisher(f)):
         assert result.shape[:-1] == problem.f_last[:0].shape
     assert likelihood.sample(f).shape == y.shape
+
+
+def test_hessian_diagonal_is_that_of_the_psd_hessian_also_where_none_is_written(problem):
+    expected = problem.likelihood.psd_hessian(problem.f, problem.y).diagonal(dim1=-2, dim2=-1)
+    for found in (
+        problem.likelihood.hessian_diagonal(problem.f, problem.y),
+        Likelihood.hessian_diagonal(problem.likelihood, problem.f, problem.y),
+    ):
+        assert found.shape == problem.f.shape
+        torch.testing.assert_close(problem.likelihood.to_last(found), expected, **RTOL)

@@ -29,7 +29,7 @@ from contracts import (
 from lapwing.errors import CurvatureError, LapwingWarning
 from lapwing.linalg import Kronecker, KroneckerSum, MatrixLayout, Term, nearest_kronecker
 from lapwing.linalg.kronecker import structure as eigenbasis
-from lapwing.linalg.kronecker.factors import add_terms
+from lapwing.linalg.kronecker.factors import add_terms, apply, rotated_diagonal
 from lapwing.serialize import pack, unpack
 
 fast = settings(deadline=None, max_examples=50, derandomize=True)
@@ -286,3 +286,15 @@ def test_roles_that_both_data_sets_have_are_added_and_others_kept() -> None:
         close(found["upright"].rows, first.rows + second.rows)
         assert found["upright"].count == 5.0
         close(found["formed"].cols, table.cols)
+
+
+@pytest.mark.parametrize("rows", ["matrix", "diagonal"])
+@pytest.mark.parametrize("cols", ["matrix", "diagonal"])
+def test_factors_that_are_diagonal_are_those_spelled_out(rows: str, cols: str) -> None:
+    a, g = (torch.stack([psd(generator(seed + n), size) for n in range(2)]) for seed, size in ((0, 3), (5, 4)))
+    a, g = (each.diagonal(dim1=1, dim2=2) if how == "diagonal" else each for each, how in ((a, cols), (g, rows)))
+    matrix, vectors = normal(generator(9), 2, 4, 3), torch.linalg.qr(normal(generator(8), 2, 3, 3)).Q
+    close(apply(matrix, a, g), _full(g) @ matrix @ _full(a))
+    expected = (vectors.mT @ _full(a) @ vectors).diagonal(dim1=1, dim2=2)
+    close(rotated_diagonal(a, vectors), expected)
+    close(rotated_diagonal(a, None), _full(a).diagonal(dim1=1, dim2=2))

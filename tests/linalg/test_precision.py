@@ -422,3 +422,14 @@ def test_a_negative_number_of_draws_is_refused(structure: Structure) -> None:
     precision = structure.make(generator()).curvature.with_prior(1.0)
     with pytest.raises(CurvatureError, match=r"-1 draws; expected"):
         precision.draw(-1, generator())
+
+
+@every_structure
+def test_squares_are_the_diagonal_of_quadratic_also_where_none_are_written(structure: Structure) -> None:
+    case = structure.make(generator())
+    for pieces in all_pieces(case, generator(2)).values():
+        for precision, matrix in with_every_prior(case):
+            rows = spelled_out(pieces, case.size)
+            expected = torch.einsum("r n p, p q, r n q -> n r", rows, torch.linalg.inv(matrix), rows)
+            close(precision.squares(pieces), expected)
+            close(Precision.squares(precision, pieces), expected)

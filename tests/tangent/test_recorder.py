@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -106,6 +107,78 @@ def test_embedding_that_renormalises_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.1), nn.Linear(3, 2))
     with unchanged(model), pytest.raises(UnsupportedOperationError, match="max_norm"):
         Tangent(model).at(torch.tensor([1, 2]))
+
+
+BAGS = torch.tensor([[1, 2], [0, 3]])
+RENORMALISED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "embedding by keyword": lambda x, w: F.embedding(x, w, max_norm=0.1),
+    "embedding by position": lambda x, w: F.embedding(x, w, None, 0.1),
+    "embedding, padded": lambda x, w: F.embedding(x, w, 0, 0.1),
+    "embedding_bag by keyword": lambda x, w: F.embedding_bag(x, w, max_norm=0.1),
+    "embedding_bag by position": lambda x, w: F.embedding_bag(x, w, None, 0.1),
+}
+LEFT_ALONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "embedding": lambda x, w: F.embedding(x, w),
+    "embedding, padded": lambda x, w: F.embedding(x, w, padding_idx=1),
+    "embedding, padded by position": lambda x, w: F.embedding(x, w, 1),
+    "embedding, no norm": lambda x, w: F.embedding(x, w, 1, None, 1.0),
+    "embedding_bag": lambda x, w: F.embedding_bag(x, w),
+    "embedding_bag with offsets": lambda x, w: F.embedding_bag(x.flatten(), w, torch.tensor([0, 2])),
+    "embedding_bag with offsets by keyword": lambda x, w: F.embedding_bag(x.flatten(), w, offsets=torch.tensor([0, 2])),
+}
+
+
+@pytest.mark.parametrize("name", RENORMALISED)
+def test_a_norm_of_a_table_is_seen_by_position_and_by_keyword(name: str) -> None:
+    model = Net(lambda m, x: RENORMALISED[name](x, m.a.weight).flatten(1), a=nn.Embedding(5, 3))
+    func = F.embedding_bag if "bag" in name else F.embedding
+    with unchanged(model), pytest.raises(UnsupportedOperationError, match=f"{func.__name__} with max_norm rewrites"):
+        Tangent(model).at(BAGS)
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_arguments_in_the_place_of_a_norm_are_none(name: str) -> None:
+    model = Net(lambda m, x: LEFT_ALONE[name](x, m.a.weight).flatten(1), a=nn.Embedding(5, 3))
+    expected = model(BAGS).detach()
+    torch.testing.assert_close(Tangent(model).at(BAGS).value, expected)
+
+
+ACTIVE: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "dropout": (lambda x: F.dropout(x), True),
+    "dropout, off by keyword": (lambda x: F.dropout(x, training=False), False),
+    "dropout, off by position": (lambda x: F.dropout(x, 0.5, False), False),
+    "dropout, on by position": (lambda x: F.dropout(x, 0.5, True), True),
+    "dropout of nothing": (lambda x: F.dropout(x, 0.0), False),
+    "dropout of nothing by keyword": (lambda x: F.dropout(x, p=0.0, training=True), False),
+    "alpha_dropout": (lambda x: F.alpha_dropout(x), False),
+    "alpha_dropout, on": (lambda x: F.alpha_dropout(x, 0.5, True), True),
+    "torch.dropout, on": (lambda x: torch.dropout(x, 0.5, True), True),
+    "torch.dropout, on by keyword": (lambda x: torch.dropout(x, p=0.5, train=True), True),
+    "torch.dropout, off": (lambda x: torch.dropout(x, 0.5, False), False),
+    "torch.dropout, off by keyword": (lambda x: torch.dropout(x, p=0.5, train=False), False),
+    "attention": (lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0], False),
+    "attention with dropout": (
+        lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.1)[:, 0], True,
+    ),
+    "attention with dropout by position": (
+        lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], None, 0.1)[:, 0], True,
+    ),
+    "batch_norm": (lambda x: F.batch_norm(x, torch.ones(2), 2 * torch.ones(2)), False),
+    "batch_norm by its batch": (lambda x: F.batch_norm(x, None, None, training=True), True),
+    "batch_norm by its batch, by position": (lambda x: F.batch_norm(x, None, None, None, None, True), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_random_and_coupled_operations_are_told_from_quiet_ones(name: str) -> None:
+    function, refused = ACTIVE[name]
+    model = Net(lambda m, x: function(m.a(x)), a=nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    if refused:
+        with unchanged(model), pytest.raises(ModelError, match=r"is active \(train mode\)|couples its samples"):
+            Tangent(model).at(x)
+    else:
+        torch.testing.assert_close(Tangent(model).at(x).value, model(x).detach())
 
 
 # -- samples --------------------------------------------------------------------------------------------------------

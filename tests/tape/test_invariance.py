@@ -19,6 +19,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import lapwing
 from lapwing import scale_invariant_groups
 from lapwing.errors import DataError, ModelError, OptionError, ParameterError
+from lapwing.tape.invariance import _Scaled
 from unchanged import unchanged
 
 EPS = 1e-13
@@ -530,3 +531,59 @@ def test_partition() -> None:
     groups = (("3.weight", "3.bias"), ("0.weight", "0.bias"))
     assert found.partition() == lapwing.PriorGroups((*groups, rest), "scale_invariant")
     assert found.partition("tensor").members == (*groups, *((name,) for name in rest))
+
+
+def norm_calls() -> dict[str, tuple[Callable, tuple, dict]]:
+    """Calls of every norm: (function, arguments after the input, keywords); with an eps of their own, and without."""
+    mean, var, weight = torch.randn(3), torch.rand(3) + 0.5, torch.randn(3)
+    found: dict[str, tuple[Callable, tuple, dict]] = {}
+    for eps in (None, 0.7):
+        own = {} if eps is None else {"eps": eps}
+        found |= {
+            f"batch_norm, {eps}": (F.batch_norm, (mean, var, weight), own),
+            f"batch_norm by keyword, {eps}": (F.batch_norm, (), {"running_mean": mean, "running_var": var} | own),
+            f"batch_norm by its batch, {eps}": (F.batch_norm, (None, None), {"training": True} | own),
+            f"instance_norm, {eps}": (F.instance_norm, (), own),
+            f"layer_norm, {eps}": (F.layer_norm, ((5,),), own),
+            f"group_norm, {eps}": (F.group_norm, (3,), own),
+            f"rms_norm, {eps}": (F.rms_norm, ((5,),), own),
+            f"normalize, {eps}": (F.normalize, (), own | {"dim": -1}),
+        }
+    found["batch_norm by position"] = F.batch_norm, (mean, var, weight, None, False, 0.1, 0.7), {}
+    found["layer_norm by position"] = F.layer_norm, ((5,), None, None, 0.7), {}
+    return found
+
+
+@pytest.mark.parametrize("name", [*norm_calls()])
+def test_norms_of_scaled_inputs_with_a_scaled_eps_are_those_of_the_inputs(name: str) -> None:
+    """The eps of each, given or torch's own, counts: inputs are small, so that it decides."""
+    func, args, kwargs = norm_calls()[name]
+    eps = {"normalize": 1e-12, "rms_norm": torch.finfo(torch.float64).eps}.get(name.partition(",")[0], 1e-5)
+    size = 0.1 if name.endswith("0.7") or "position" in name else (eps / 10 if "normalize" in name else eps**0.5)
+    x = torch.randn(2, 3, 5) * size
+    expected = func(x, *args, **kwargs)
+    as_if_none = torch.allclose(expected, func(3 * x, *args, **kwargs), rtol=1e-2)
+    with _Scaled({0: 3.0}):
+        found = func(3 * x, *args, **kwargs)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert "batch_norm" in name or not as_if_none
+
+
+def test_only_the_norm_whose_number_is_given_is_scaled() -> None:
+    x = torch.randn(4, 5)
+    for site in (0, 1):
+        with _Scaled({site: 3.0}):
+            found = [F.layer_norm(3 * x, (5,), eps=0.7) for _ in range(2)]
+        expected = [F.layer_norm(x if number == site else 3 * x, (5,), eps=0.7) for number in range(2)]
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("clamp", [lambda x, eps: x.clamp(eps), lambda x, eps: x.clamp(min=eps), lambda x, eps: x + eps])
+def test_an_eps_that_is_written_out_is_scaled_unless_all_is_left_as_it_is(clamp: Callable) -> None:
+    x = torch.rand(6) * 1e-4
+    plain, scaled = clamp(3 * x, 5e-5), 3 * clamp(x, 5e-5)
+    assert not torch.allclose(plain, scaled)
+    with _Scaled({0: 3.0}):
+        torch.testing.assert_close(clamp(3 * x, 5e-5), scaled, rtol=1e-9, atol=0)
+    with _Scaled({0: 3.0}, as_it_is=True):
+        torch.testing.assert_close(clamp(3 * x, 5e-5), plain, rtol=1e-9, atol=0)
