@@ -481,3 +481,13 @@ def test_random_is_uniform_where_most_are_drawn(generator: torch.Generator) -> N
         counts[subnetwork.random(space, 20, generator).index] += 1
     share = 20 / 27
     assert float((counts / 1000 - share).abs().max()) < 4.5 * (share * (1 - share) / 1000) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["random", "magnitude", "variance", "swag", "parameters", "modules", "last layer"])
+def test_the_mask_itself_is_true_at_what_is_chosen(name: str) -> None:
+    model = network()
+    mask, expected = masks(model)[name]
+    found = mask.get_subnet_mask(data())
+    assert found.dtype == torch.bool
+    assert found.shape == (27,)
+    assert torch.equal(found.nonzero()[:, 0], subnetwork.positions(ParamSpace.of(model), expected))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from math import log
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing import evidence
+from lapwing.errors import CurvatureError, LapwingWarning
 from lapwing.evidence import GaussianFit
+from lapwing.evidence.tuners import Limits, em, gradient, updates
 from lapwing.laplace import BaseLaplace, Laplace
 
 DTYPES = (torch.float32, torch.float64)
@@ -135,3 +139,38 @@ def test_equal_precisions_of_weight_and_bias_are_left(structure: str, start: flo
 
 def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("spared", [None, 5])
+def test_weights_that_use_all_targets_leave_nothing_to_estimate_the_noise_from(spared: int | None) -> None:
+    """A gamma of 20 and more for 20 targets: an error, unless one target in so many is always left."""
+    la = fitted(torch.float64, 0.3)
+    fit = la.fitted.fit
+    assert isinstance(fit, GaussianFit)
+    for excess, refused in ((0.0, True), (0.5, True), (-0.5, False)):
+
+        def effective(*args: object, excess: float = excess) -> Tensor:
+            return torch.full((1,), fit.targets + excess, dtype=torch.float64)
+
+        options = {"limits": Limits(spared=spared), "effective": effective}
+        found = updates(la.evidence, la.prior, **options)
+        if refused and spared is None:
+            with pytest.raises(CurvatureError, match=f"determine {fit.targets + excess:.1f} parameters with"):
+                next(found)
+            continue
+        left = max(-excess, 0.0 if spared is None else fit.targets / spared)
+        torch.testing.assert_close(float(next(found)[1]), (float(fit.squares) / left) ** 0.5, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("method", [gradient, em], ids=["gradient", "em"])
+def test_a_search_that_has_not_come_to_rest_says_so_where_it_was_called(method: Callable[..., Any]) -> None:
+    la = fitted(torch.float64, 0.3)
+    name = method.__name__
+    with pytest.warns(LapwingWarning, match=f"{name} had not come to rest after 1 rounds") as said:
+        found = method(la.evidence, la.prior, rounds=1)
+    assert not found.converged
+    assert found.rounds == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert method(la.evidence, la.prior, rounds=1000).converged
+    assert len(said) == 1

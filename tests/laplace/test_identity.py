@@ -342,3 +342,71 @@ class TestLarge:
                 with torch.no_grad():
                     change(numbers(model)[name])
                 assert kept.difference(model) == f"{name!r} has other numbers", name
+
+
+class Doubled(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Late(nn.Module):
+    """A module whose class gets another forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+
+def test_another_class_and_another_forward_of_the_class_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    la = fitted()
+    la.model.__class__ = Doubled
+    with pytest.raises(ParameterError, match="not those that this posterior was fitted at"):
+        la(data()[0][0])
+    la = Laplace(Late(), "classification", "all", "diag")
+    la.fit(data())
+    la(data()[0][0])
+    kept = Kept.of(la.model)
+    assert not kept.difference(la.model)
+    assert all(fact.stands(kept.skipped) for fact in kept.facts)
+    monkeypatch.setattr(Late, "forward", lambda self, x: 2 * self.inside(x))
+    assert [fact.stands(kept.skipped) for fact in kept.facts] == [False, True]
+    assert kept.difference(la.model, whole=True) == kept.difference(la.model)
+
+
+def test_a_copy_of_the_model_that_holds_the_same_is_the_same() -> None:
+    model = Net()
+    kept, other = Kept.of(model), copy.deepcopy(model)
+    assert not kept.difference(other)
+    with torch.no_grad():
+        other.two.bias += 1
+    assert "two.bias" in Kept.of(model).difference(other)
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble, np.float64, np.complex128, np.float32, ">f8", ">i4"])
+def test_arrays_become_tensors_of_the_same_numbers(dtype: object) -> None:
+    """Of more digits than torch knows, the nearest that it does; in the same memory wherever that can be."""
+    value = np.arange(6).reshape(2, 3).astype(dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    found = identity._array(value)
+    digits = {np.longdouble: torch.float64, np.clongdouble: torch.complex128, np.complex128: torch.complex128}
+    assert found.dtype == digits.get(dtype, found.dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert found.dtype.itemsize == min(value.dtype.itemsize, 16 if value.dtype.kind == "c" else 8)
+    np.testing.assert_array_equal(found.numpy(), value)
+    alike = value.dtype.isnative and value.dtype.itemsize <= (16 if value.dtype.kind == "c" else 8)
+    value[0, 0] = 7
+    assert (found.numpy()[0, 0] == 7) == alike
+
+
+def test_parts_of_other_types_and_shapes_do_not_stand() -> None:
+    own = torch.arange(6.0)
+    part = slice(2, 4)
+    assert identity._stands([(own, own.clone(), None), (own, own.clone(), part)])
+    for other in (own.double(), own[:5].clone(), own.view(2, 3).clone(), own + torch.eye(6)[3]):
+        assert not identity._stands([(own, other, part)])
+    assert identity._stands([(own, own + torch.eye(6)[4], part)])  # which is not looked at
+    assert not identity._stands([(own, own + torch.eye(6)[4], None)])
+    spread = torch.arange(12.0)[::2]
+    assert not identity._stands([(spread, spread.clone(), part)])
+    assert not identity._stands([(own, torch.empty(6, device="meta"), None)])

@@ -126,3 +126,12 @@ def test_what_is_not_reached_is_said() -> None:
         to_mode(la, BATCHES, tolerance=0.0)
     with pytest.raises(OptionError, match="unknown structure"):
         to_mode(la, BATCHES, structure="round")
+
+
+def test_the_callback_is_told_of_every_step() -> None:
+    la = Laplace(network(), "regression", "all", "kron", prior_precision=1.0, sigma_noise=0.5)
+    told: list[Any] = []
+    found = to_mode(la, BATCHES, tolerance=0.05, callback=told.append)
+    assert len(told) == found.steps > 1
+    assert [step.accepted for step in told[:-1]] == [True] * (found.steps - 1)
+    assert told[-1].loss < told[0].loss

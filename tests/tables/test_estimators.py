@@ -382,3 +382,21 @@ def test_rows_are_predicted_in_parts_as_all_at_once(made: Any, monkeypatch: pyte
     monkeypatch.setattr(estimators, "ROWS", 7)
     for ours, each in zip(before, asked, strict=True):
         np.testing.assert_allclose(np.stack(each()), ours, rtol=1e-12)
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_draws_of_varying_noise_have_the_noise_of_their_own_draw(targets: int) -> None:
+    """The first half of the outputs are means, the second the logarithms of variances, one for each target."""
+    X, y = line(40)
+    Y = y if targets == 1 else np.stack([y, 3 - y], 1)
+    found = LaplaceRegressor(**SMALL | {"noise": "varying"}).fit(X, Y)
+    assert found.spec_.varying
+    drawn = found.sample_y(X[:3], 50, random_state=4)
+    generator = found._generator(50, 4)
+    f = found.laplace_.functional_samples(found._checked(X[:3]), n_samples=50, generator=generator)
+    assert f.shape == (50, 3, 2 * targets)
+    noise = torch.randn(50, 3, targets, dtype=f.dtype, generator=generator)
+    for i in range(targets):
+        expected = f[..., i] + f[..., targets + i].exp().sqrt() * noise[..., i]
+        expected = expected.mT.double().numpy() * found._y_scale[i] + found._y_mean[i]
+        np.testing.assert_allclose(drawn if targets == 1 else drawn[:, i], expected, rtol=1e-4)

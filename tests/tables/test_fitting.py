@@ -18,10 +18,11 @@ from lapwing.metrics import coverage
 from lapwing.predictive import Amounts
 from lapwing.tables import fit, reading
 from lapwing.tables.bundle import Bundle
-from lapwing.tables.conformal import Conformal, quantile
-from lapwing.tables.fit import FEW, calibrated, fit_table
+from lapwing.tables.conformal import Conformal, quantile, rows_needed
+from lapwing.tables.fit import FEW, calibrated, encode, fit_table
 from lapwing.tables.reading import open_table
 from lapwing.tables.scoring import LEVELS, Summary, likely_set, score_amounts, score_classes
+from lapwing.tables.targets import CALIBRATION, TRAIN, UNUSED
 from lapwing.tables.training import Spec
 
 SMALL = Spec(1, 1, width=8, depth=1)
@@ -359,3 +360,94 @@ def test_a_table_too_large_for_memory_is_drawn_from(monkeypatch: pytest.MonkeyPa
     assert used["train"] > used["calibration"] + used["test"]
     assert any(f"Of 400 rows, {sum(used.values())} were drawn at random" in note for note in bundle.notes)
     assert again.encoder.columns != bundle.encoder.columns  # other rows
+
+
+def parts_of(frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> tuple[Bundle, np.ndarray]:
+    """A fit, and the part that each row had in it."""
+    seen: list[np.ndarray] = []
+    monkeypatch.setattr(fit, "encode", lambda table, encoder, parts: seen.append(parts) or encode(table, encoder, parts))
+    bundle = fit_table(frame, "price", epochs=1, spec=LINEAR, noise="constant")
+    return bundle, seen[0]
+
+
+@pytest.mark.parametrize("numbers", [None, 960])
+@pytest.mark.parametrize("others", ["held out", "unused"])
+def test_what_is_no_row_to_learn_from_leaves_no_trace(
+    others: str, numbers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in means, ranges, categories or shares of missing values, nor in the unit of the target: rows held out, rows
+    without a target, and rows that were too many for memory."""
+    if numbers is not None:
+        monkeypatch.setattr(fit, "NUMBERS", numbers)
+    frame = houses(300)
+    frame.loc[::10, "price"] = np.nan
+    bundle, parts = parts_of(frame, monkeypatch)
+    rows = parts == UNUSED if others == "unused" else (parts != UNUSED) & (parts != TRAIN)
+    assert rows.sum() > 20
+    changed = frame.copy()
+    changed.loc[rows, "area"] = 1e6
+    changed.loc[rows, "age"] = np.nan
+    changed.loc[rows, "town"] = "Bonn" if numbers else "Ulm"  # how many rows are drawn hangs on the number of towns
+    changed.loc[rows, "garden"] = True
+    changed.loc[rows, "price"] *= -3  # missing ones stay missing
+    again, same = parts_of(changed, monkeypatch)
+    assert np.array_equal(same, parts)
+    assert again.encoder.columns == bundle.encoder.columns
+    assert again.encoder.inputs == bundle.encoder.inputs
+    assert "Ulm" not in str(again.encoder.columns)
+    assert again.target == bundle.target
+    learnt = frame["price"][parts == TRAIN]
+    assert bundle.target.mean == pytest.approx(learnt.mean(), rel=1e-12)
+    assert bundle.target.deviation == pytest.approx(learnt.std(ddof=0), rel=1e-12)
+    for ours, theirs in zip(bundle.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    counts = {name: int((parts == part).sum()) for name, part in fit.PARTS.items()}
+    assert bundle.summary.rows_used == counts
+    assert torch.equal(bundle.conformal.scores, again.conformal.scores) == (others == "unused")
+
+
+@pytest.mark.parametrize("columns", [20, 23])
+def test_columns_beyond_twenty_that_are_left_out_are_counted(columns: int) -> None:
+    frame = houses(100).assign(**{f"same {i}": 1 for i in range(columns)})
+    bundle = fit_table(frame, "price", epochs=1, spec=LINEAR, noise="constant")
+    said = [note for note in bundle.notes if note.startswith("Left out: ")]
+    assert len(said) == 20 + (columns > 20)
+    assert (f"Left out: {columns - 20} more columns." in said) == (columns > 20)
+
+
+def notes(bundle: Bundle, counts: dict[str, int], values: np.ndarray, parts: np.ndarray) -> str:
+    return " ".join(fit._notes(bundle.target, bundle.encoder, values, parts, counts))
+
+
+@pytest.mark.parametrize("learnt", [4, 5])
+def test_classes_with_fewer_than_five_rows_to_learn_from_are_named(classes: Bundle, learnt: int) -> None:
+    """Rows held out do not count."""
+    values = np.array([0] * 30 + [1] * 30 + [2] * 30)
+    parts = np.full(90, TRAIN, dtype=np.int8)
+    parts[60 + learnt :] = CALIBRATION
+    said = notes(classes, {"train": 60 + learnt, "calibration": 30 - learnt, "test": 20}, values, parts)
+    named = f"Classes with fewer than 5 rows to learn from: {classes.target.classes[2]!r}."
+    assert (named in said) == (learnt < 5)
+    assert ("Classes with fewer" in said) == (learnt < 5)
+
+
+@pytest.mark.parametrize("used", [FEW - 1, FEW])
+@pytest.mark.parametrize("held", [rows_needed(0.95) - 1, rows_needed(0.95)])
+def test_few_rows_are_noted_and_just_enough_are_not(amounts: Bundle, used: int, held: int) -> None:
+    values, parts = np.arange(used, dtype=np.float64), np.full(used, TRAIN, dtype=np.int8)
+    said = notes(amounts, {"train": used - held - 5, "calibration": held, "test": 5}, values, parts)
+    assert (fit._few(used) in said) == (used < FEW)
+    assert (f"Only {held} rows could be held out for calibration" in said) == (held < rows_needed(0.95))
+    assert "drawn at random" not in said
+    assert "rows have no usable value" not in said
+
+
+def test_rows_without_a_target_and_rows_left_out_are_counted_apart(amounts: Bundle) -> None:
+    values, parts = np.arange(200, dtype=np.float64), np.full(200, TRAIN, dtype=np.int8)
+    values[:7] = np.nan
+    whole = notes(amounts, {"train": 93, "calibration": 50, "test": 50}, values, parts)
+    assert "7 of 200 rows have no usable value" in whole
+    assert "drawn at random" not in whole
+    assert "Of 200 rows, 192 were drawn at random" in notes(
+        amounts, {"train": 92, "calibration": 50, "test": 50}, values, parts
+    )

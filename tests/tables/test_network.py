@@ -410,3 +410,25 @@ def test_steps_follow_the_joint_density_of_the_whole_table(task: str) -> None:
     expected = torch.autograd.grad(joint * sigma**2 / 12, parameters)
     for found, wanted in zip(average, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("steps", "epochs"), [(6, 2), (7, 3), (1, 1)])
+def test_without_a_number_of_epochs_there_are_about_as_many_steps(
+    steps: int, epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three batches of 8, 8 and 4 rows."""
+    monkeypatch.setattr(network, "STEPS", steps)
+    told: list[tuple[int, int]] = []
+    x, y = wave(20)
+    train(
+        x,
+        y,
+        "regression",
+        Spec(x.shape[1], 1, depth=0),
+        seed=0,
+        batch_size=8,
+        structure="full",
+        noise="constant",
+        callback=lambda now: told.append((now.epoch, now.epochs)),
+    )
+    assert told == [(number + 1, epochs) for number in range(epochs)]

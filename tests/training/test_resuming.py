@@ -3,6 +3,8 @@ refused. The tuner serves a loop of one's own, with the numbers of `train`."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lapwing import marglik_training, training
+from lapwing import estimate, marglik_training, training
 from lapwing.errors import NotFittedError, OptionError, ParameterError, StorageError
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.priors import Prior
@@ -223,3 +225,50 @@ def test_looks_are_taken_when_due_and_the_model_stands_still() -> None:
     assert [number for number, tuned in enumerate(found, 1) if tuned is not None] == [3, 6]
     assert isinstance(tuner.prior, Prior)
     assert float(tuner.sigma) == 1
+
+
+class Memory:
+    """A keeper that has the snapshots of all epochs."""
+
+    def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
+        self.kept, self.saved = kept, []
+
+    def load(self) -> Mapping[str, Any] | None:
+        return self.kept
+
+    def save(self, snapshot: Mapping[str, Any]) -> None:
+        self.saved.append(copy.deepcopy(snapshot))
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_evidence_of_a_look_before_the_break_is_found_again_and_its_draws_count_for_nothing(drawn: bool) -> None:
+    """No epoch is left, so that the evidence is evaluated once more, at the best weights."""
+    ended = []
+    keeper = Memory()
+    for kept in (keeper, None):
+        generator = torch.Generator().manual_seed(7) if drawn else None
+        found = training.train(
+            network(),
+            loader(own=False),
+            Gaussian(),
+            estimator=estimate.kfac if drawn else estimate.kflr,
+            epochs=4,
+            hyper_steps=3,
+            optimizer_kwargs={"lr": 0.02},
+            generator=generator,
+            keeper=kept or Memory(keeper.saved[-1]),
+        )
+        ended.append((found, None if generator is None else generator.get_state()))
+    assert [each["epoch"] for each in keeper.saved] == [1, 2, 3, 4]
+    (first, state), (again, other) = ended
+    assert again.best_epoch == first.best_epoch
+    assert again.losses == first.losses
+    assert again.log_marginals == first.log_marginals
+    assert torch.equal(again.evidence.mean, first.evidence.mean)
+    if drawn:
+        assert state is not None
+        assert other is not None
+        assert torch.equal(state, other)
+        assert again.curvature.dense().shape == first.curvature.dense().shape
+    else:
+        torch.testing.assert_close(again.curvature.dense(), first.curvature.dense(), rtol=1e-4, atol=1e-5)
