@@ -105,3 +105,11 @@ def test_draws_have_the_mean_and_the_deviation() -> None:
     drawn = law.draw(n, torch.Generator().manual_seed(0))
     assert bool(((drawn.mean(0) - law.mean).abs() < 4 * law.deviation / n**0.5).all())
     torch.testing.assert_close(drawn.std(0), law.deviation, rtol=0.05, atol=0)
+
+
+def test_the_width_is_that_of_the_interval() -> None:
+    law = PoissonLognormal(tensor(-1.0, 0.3, 4.0), tensor(0.1, 0.5, 0.2))
+    for level in (0.5, 0.9):
+        low, high = law.interval(level)
+        assert torch.equal(law.width(level), high - low)
+    assert bool((law.width(0.9) > law.width(0.5)).any())

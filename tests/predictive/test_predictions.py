@@ -16,6 +16,7 @@ from lapwing.linalg import Diagonal, Precision
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian
 from lapwing.predictive import draws, moments, network_draws, probabilities, probit, variances
+from lapwing.predictive.sampled import _follows
 from lapwing.tangent import Tangent
 from unchanged import unchanged
 
@@ -241,3 +242,12 @@ def test_network_draws_within_a_budget_are_as_many_as_asked_for() -> None:
     mean = model(x).detach()[:, 0]
     assert bool(((found.mean(0) - mean).abs() < 4.5 * (variance / count).sqrt()).all())
     assert bool(((found - mean).square().mean(0) / variance - 1).abs().max() < 4.5 * (2 / count) ** 0.5)
+
+
+def test_runs_at_once_are_trusted_only_where_they_give_what_runs_in_turn_give() -> None:
+    named = {"w": torch.randn(3, 4, generator=torch.Generator().manual_seed(0))}
+    in_turn = named["w"].square()
+    assert _follows(lambda each: each["w"].square(), named, in_turn)
+    assert not _follows(lambda each: each["w"].square(), named, in_turn + 0.1)
+    assert not _follows(lambda each: each["w"].square().sum(), named, in_turn)
+    assert not _follows(lambda each: each["w"].square() * (2 if float(each["w"][0]) > 0 else 1), named, in_turn)

@@ -14,7 +14,7 @@ import oracle
 from lapwing import Laplace
 from lapwing.errors import DataError
 from lapwing.tangent import Tangent
-from lapwing.tangent.inputs import check_input, map_tensors, take
+from lapwing.tangent.inputs import Called, check_input, map_tensors, take
 
 
 class Base(nn.Module):
@@ -144,3 +144,12 @@ def test_large_numbers_whose_sum_overflows_are_finite(dtype: torch.dtype, value:
     x[2, 1] = float("nan")
     with pytest.raises(DataError, match=r"NaN or infinite values, data point 2 "):
         check_input(x, x.device)
+
+
+def test_a_model_that_is_called_keeps_its_own_mode() -> None:
+    for training in (True, False):
+        model = nn.Linear(2, 1).train(training)
+        called = Called(model)
+        assert called.train() is called
+        assert called.eval() is called
+        assert model.training is training

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lapwing.tangent import Tangent
 from lapwing.tape import degrees
 from lapwing.tape.degrees import SMALL, eps_of, equations
-from lapwing.tape.invariance import _Recorder, _recorded, _system
+from lapwing.tape.invariance import _recorded, _Recorder, _system
 
 K = 1.7
 EPS = 1e-13

@@ -547,6 +547,9 @@ def norm_calls() -> dict[str, tuple[Callable, tuple, dict]]:
             f"layer_norm, {eps}": (F.layer_norm, ((5,),), own),
             f"group_norm, {eps}": (F.group_norm, (3,), own),
             f"rms_norm, {eps}": (F.rms_norm, ((5,),), own),
+            f"torch.layer_norm, {eps}": (torch.layer_norm, ((5,),), own),
+            f"torch.group_norm, {eps}": (torch.group_norm, (3,), own),
+            f"torch.rms_norm, {eps}": (torch.rms_norm, ((5,),), own),
             f"normalize, {eps}": (F.normalize, (), own | {"dim": -1}),
         }
     found["batch_norm by position"] = F.batch_norm, (mean, var, weight, None, False, 0.1, 0.7), {}
@@ -558,7 +561,9 @@ def norm_calls() -> dict[str, tuple[Callable, tuple, dict]]:
 def test_norms_of_scaled_inputs_with_a_scaled_eps_are_those_of_the_inputs(name: str) -> None:
     """The eps of each, given or torch's own, counts: inputs are small, so that it decides."""
     func, args, kwargs = norm_calls()[name]
-    eps = {"normalize": 1e-12, "rms_norm": torch.finfo(torch.float64).eps}.get(name.partition(",")[0], 1e-5)
+    eps = {"normalize": 1e-12, "rms_norm": torch.finfo(torch.float64).eps}.get(
+        name.partition(",")[0].removeprefix("torch."), 1e-5
+    )
     size = 0.1 if name.endswith("0.7") or "position" in name else (eps / 10 if "normalize" in name else eps**0.5)
     x = torch.randn(2, 3, 5) * size
     expected = func(x, *args, **kwargs)
@@ -578,7 +583,9 @@ def test_only_the_norm_whose_number_is_given_is_scaled() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("clamp", [lambda x, eps: x.clamp(eps), lambda x, eps: x.clamp(min=eps), lambda x, eps: x + eps])
+@pytest.mark.parametrize(
+    "clamp", [lambda x, eps: x.clamp(eps), lambda x, eps: x.clamp(min=eps), lambda x, eps: x + eps]
+)
 def test_an_eps_that_is_written_out_is_scaled_unless_all_is_left_as_it_is(clamp: Callable) -> None:
     x = torch.rand(6) * 1e-4
     plain, scaled = clamp(3 * x, 5e-5), 3 * clamp(x, 5e-5)
