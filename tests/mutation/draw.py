@@ -50,6 +50,15 @@ TAKEN_OUT: dict[int, dict[int, str]] = {
         50: "how many rows at a time: memory",
         51: "which of two ways draws a set; all sets are equally likely by both",
     },
+    7: {
+        1: "how many rows at a time: memory",
+        12: "a bound on rounds, by a default that the library does not use",
+        13: "which number stands for tensors that have no count of writes",
+        14: "by how much torch's own generator goes on",
+        18: "which line of the caller a warning points at",
+        44: "twice a rounding allowed for",
+        51: "one cotangent at a time or several: the same numbers",
+    },
 }
 """By seed and number of a mistake: why it changes no result."""
 BUDGET = 150.0
