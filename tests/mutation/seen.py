@@ -213,9 +213,10 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Before the conftest of a folder that is asked for by name imports the library."""
     if VARIABLE in os.environ:
-        config.pluginmanager.register(Notes(Path(os.environ[VARIABLE])), "blocks that are seen")
+        early_config.pluginmanager.register(Notes(Path(os.environ[VARIABLE])), "blocks that are seen")
 
 
 # -- the map -----------------------------------------------------------------------------------------------------------
