@@ -1321,8 +1321,8 @@ THIRD = (
     Mutant(
         "parts of one data set are added block by block as if they were several tasks",
         "linalg/blocks.py",
-        "return self._joined(other, lambda a, b: a.pooled(b))",
-        "return self._joined(other, lambda a, b: a + b)",
+        "return self.joined(other, lambda a, b: a.pooled(b))",
+        "return self.joined(other, lambda a, b: a + b)",
         (
             "laplace/test_checkpoint.py",
             "linalg/test_kronecker.py",

@@ -17,7 +17,7 @@ from lapwing.laplace.data import FEW, Pairs, peek
 from lapwing.laplace.factory import Laplace
 from lapwing.laplace.hyper import invariant_groups, precisions_of
 from lapwing.laplace.names import PriorStructure, choose
-from lapwing.laplace.training_checkpoint import TrainingFile
+from lapwing.laplace.training_checkpoint import training_file
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
@@ -100,7 +100,7 @@ def marglik_training(
             "fix_sigma_noise": fix_sigma_noise,
             "generator's seed": None if generator is None else generator.initial_seed(),
         }
-        keeper = TrainingFile.of(checkpoint, laplace.setup, checkpoint_every, **run)
+        keeper = training_file(checkpoint, laplace.setup, checkpoint_every, **run)
     space = ParamSpace.of(model)
     pairs = Pairs(train_loader, dict_key_y, space.device)
     if structure == "scale_invariant" and laplace.prior_groups is None:
