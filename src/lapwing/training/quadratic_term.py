@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg import Blocks, Curvature, Diagonal, Kronecker, KroneckerSum, MatrixLayout, Segments, total
+from lapwing.linalg import Blocks, Curvature, Kronecker, KroneckerSum, MatrixLayout, Segments, total
 from lapwing.linalg.kronecker.factors import column_parts
 from lapwing.params import ParamSpace
 from lapwing.priors import Prior
@@ -47,57 +47,71 @@ class Anchor:
     curvature: Curvature
 
 
-Product = Callable[[Tensor], Tensor]
-"""[n] -> [n], a symmetric matrix times a vector."""
+Product = Callable[[Tensor, Tensor], None]
+"""(v [P], out [P]) -> None: writes the entries that a part of a symmetric matrix gives of its product with v."""
 
 
 @dataclass(frozen=True, eq=False)
 class QuadraticTerm:
-    """Of the first `size` entries of the flat weights; the base is over all. `products` are those of H, by place."""
+    """Of the first `size` entries of the flat weights; the base is over all. `products` are those of H, by place.
 
-    products: tuple[tuple[Segments, Product], ...]
-    reference: Float[Tensor, " size"]
+    `centre` is the base's own; where it is None the base is around `reference`, which then has all entries.
+    """
+
+    products: tuple[Product, ...]
+    size: int
+    reference: Float[Tensor, " entries"]
     shift: Float[Tensor, " size"] | None
     constant: Float[Tensor, ""]
     base: Float[Tensor, ""] | Float[Tensor, " params"]
-    centre: Float[Tensor, ""] | Float[Tensor, " params"]
+    centre: Float[Tensor, ""] | Float[Tensor, " params"] | None
     shapes: tuple[torch.Size, ...]
     points: int
 
     @staticmethod
     def of(anchors: Sequence[Anchor], base: Prior, space: ParamSpace, points: int) -> QuadraticTerm:
         """The anchors may be over the first entries of the space alone; the mean of the base is its own."""
+        centre = torch.as_tensor(base.mean, dtype=space.dtype, device=space.device)
         reference = anchors[-1].mean if anchors else torch.zeros(0, dtype=space.dtype, device=space.device)
-        shift, constant, products = None, torch.zeros((), dtype=space.dtype, device=space.device), []
+        size, shift, constant, products = len(reference), None, torch.zeros_like(centre.sum()), ()
         with torch.no_grad():
             if anchors:
-                products = _products(reduce(total, (anchor.curvature for anchor in anchors)))
+                products = tuple(_products(reduce(total, (anchor.curvature for anchor in anchors))))
             for anchor in anchors[:-1]:
                 away = anchor.mean - reference
                 pulled = anchor.curvature.mv(away)
                 shift = pulled if shift is None else shift + pulled
                 constant = constant + torch.dot(away, pulled) / 2
-        centre = torch.as_tensor(base.mean, dtype=space.dtype, device=space.device)
-        place = tuple(products), reference, shift, constant
+            if shift is None and centre.dim() and torch.equal(centre[:size], reference):
+                reference, centre = centre, None
+        place = products, size, reference, shift, constant
         return QuadraticTerm(*place, base.precision().detach(), centre, space.shapes, points)
 
     def value_and_gradient(self, theta: Float[Tensor, " params"]) -> tuple[Float[Tensor, ""], Float[Tensor, " params"]]:
         """Not divided by N."""
-        from_centre = theta - self.centre
-        gradient = from_centre * self.base
-        value = torch.dot(from_centre, gradient) / 2 + self.constant
-        size = len(self.reference)
-        if size:
-            away = theta[:size] - self.reference
-            pulled = torch.empty_like(away)
-            for segments, times in self.products:
-                segments.scatter(times(segments.gather(away)), pulled)
+        if self.centre is None:
+            away = theta - self.reference
+            gradient = away * self.base
+            gradient[: self.size] += self._pulled(away[: self.size])
+            return torch.dot(away, gradient) / 2, gradient
+        away = theta - self.centre
+        gradient = away * self.base
+        value = torch.dot(away, gradient) / 2 + self.constant
+        if self.size:
+            away = theta[: self.size] - self.reference
+            pulled = self._pulled(away)
             value = value + torch.dot(away, pulled) / 2
             if self.shift is not None:
                 value = value - torch.dot(away, self.shift)
                 pulled -= self.shift
-            gradient[:size] += pulled
+            gradient[: self.size] += pulled
         return value, gradient
+
+    def _pulled(self, away: Float[Tensor, " size"]) -> Float[Tensor, " size"]:
+        out = torch.empty_like(away)
+        for times in self.products:
+            times(away, out)
+        return out
 
     @torch.no_grad()
     def at(self, tensors: Sequence[Tensor]) -> tuple[Float[Tensor, ""], Callable[[float], None]]:
@@ -113,22 +127,24 @@ class QuadraticTerm:
         return value / self.points, add_gradient
 
 
-def _products(curvature: Curvature) -> list[tuple[Segments, Product]]:
+def _products(curvature: Curvature) -> list[Product]:
     """Products with the parts of a curvature, as few and as large as they can be."""
-    if not isinstance(curvature, Blocks):
-        return [(Segments(((0, curvature.size),)), _product(curvature))]
-    return [(block.segments, _product(block.curvature)) for block in curvature.blocks]
+    whole = Segments(((0, curvature.size),))
+    blocks = [(b.segments, b.curvature) for b in curvature.blocks] if isinstance(curvature, Blocks) else []
+    return [_product(*each) for each in blocks or [(whole, curvature)]]
 
 
-def _product(curvature: Curvature) -> Product:
-    if isinstance(curvature, Diagonal):
-        return curvature.values.mul
+def _product(segments: Segments, curvature: Curvature) -> Product:
     parts = curvature.parts if isinstance(curvature, KroneckerSum) else (curvature,)
     products = [part for part in parts if isinstance(part, Kronecker)]
     dense = all(factor.dim() == 3 and len(factor) == 1 for part in products for factor in part.factors)
     if len(products) == len(parts) and dense:
-        return StackedProducts.of(products)
-    return curvature.mv
+        return StackedProducts.of(products, segments)
+
+    def times(v: Tensor, out: Tensor) -> None:
+        segments.scatter(curvature.mv(segments.gather(v)), out)
+
+    return times
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,20 +156,18 @@ class StackedProducts:
     cols: Float[Tensor, "stacked_cols cols"]
 
     @staticmethod
-    def of(parts: Sequence[Kronecker]) -> StackedProducts:
-        first = parts[0]
+    def of(parts: Sequence[Kronecker], segments: Segments) -> StackedProducts:
+        layout, joint = parts[0].layout, parts[0].joint_bias
         cols, rows = zip(*(part.factors for part in parts), strict=True)
         inside = [factor[0] for factor in cols]
-        if not first.joint_bias:  # weight and bias apart
-            inside = [torch.block_diag(*(a[p, p] for p in column_parts(first.layout, False))) for a in inside]
-        return StackedProducts(first.layout, torch.cat([factor[0] for factor in rows]), torch.cat(inside))
+        if not joint:  # weight and bias apart
+            inside = [torch.block_diag(*(a[p, p] for p in column_parts(layout, joint))) for a in inside]
+        return StackedProducts(layout.placed(segments), torch.cat([factor[0] for factor in rows]), torch.cat(inside))
 
-    def __call__(self, v: Float[Tensor, " entries"]) -> Float[Tensor, " entries"]:
+    def __call__(self, v: Float[Tensor, " params"], out: Float[Tensor, " params"]) -> None:
         matrix = self.layout.gather(v)[0]
         height, width = matrix.shape
         turned = self.rows @ matrix
         if len(self.rows) > height:
             turned = turned.view(-1, height, width).transpose(0, 1).reshape(height, -1)
-        out = torch.zeros_like(v)
-        self.layout.scatter_add((turned @ self.cols).unsqueeze(0), out)
-        return out
+        self.layout.scatter((turned @ self.cols).unsqueeze(0), out)
