@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log, pi
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -215,7 +216,7 @@ class Gaussian:
     curvature: Curvature
     base: Prior
 
-    def __init__(self, mean: Float[Tensor, " size"], curvature: Curvature, base: Prior | float | int | Tensor) -> None:
+    def __init__(self, mean: Any, curvature: Any, base: Any) -> None:
         if not isinstance(mean, Tensor) or mean.dim() != 1 or not mean.is_floating_point():
             found = f"shape {tuple(mean.shape)}, {mean.dtype}" if isinstance(mean, Tensor) else type(mean).__name__
             raise ParameterError(f"the mean of a prior is {found}; expected a vector [P] of floats, as la.mean is.")
