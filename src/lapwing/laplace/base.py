@@ -210,13 +210,13 @@ class BaseLaplace:
             self._check_prior(tangent.space, self.prior_precision, self.prior_mean, self.prior_groups)
 
     def _check_prior(self, space: ParamSpace, precision: Tensor, mean: Number, groups: PriorGroups | None) -> None:
-        check_prior(space, precision, mean, self.recipe.row.per_entry_prior, groups)
         earlier = self.hyper.earlier
         if earlier is not None and earlier.size != space.size:
             raise ParameterError(
                 f"the prior is a previous posterior over {earlier.size} parameters, and this one is over {space.size}; "
                 "expected the same parameters. Choose the same subset_of_weights of the same network."
             )
+        check_prior(space, precision, mean, self.recipe.row.per_entry_prior, groups)
 
     @property
     def space(self) -> ParamSpace:

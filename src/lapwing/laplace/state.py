@@ -24,7 +24,7 @@ from lapwing.priors import PriorGroups
 from lapwing.serialize import pack, unpack
 
 VERSION = 3
-"""Of states whose prior is a previous posterior; 2 where it has groups; 1 for all the rest, as earlier versions read."""
+"""Of states whose prior is a previous posterior; 2 where it has groups; 1 for the rest, as earlier versions read it."""
 ALWAYS = (
     "version",
     "cls_name",

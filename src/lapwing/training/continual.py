@@ -25,6 +25,7 @@ over its data for the curvature. No data are kept, except by non_online and join
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lapwing.errors import NotFittedError, OptionError, ParameterError
+from lapwing.errors import DataError, NotFittedError, OptionError, ParameterError, StorageError
 from lapwing.estimate.data_pass import Wrapped, pairs
 from lapwing.estimate.naming import Estimator, by_name
 from lapwing.likelihoods import Likelihood
@@ -44,9 +45,11 @@ from lapwing.linalg.autocast import outside_autocast
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian
 from lapwing.priors import Prior
+from lapwing.serialize import KINDS, pack, read, unpack, write
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import call, moved
+from lapwing.training.gauss_newton import GaussNewton
 from lapwing.training.importance import Importance
 from lapwing.training.loop import Epoch
 from lapwing.training.memory import MERGED, Memory, added, joined, split
@@ -60,6 +63,9 @@ from lapwing.training.train_mode import copied, following, restore, training_mod
 METHODS = ("online", "non_online", "ewc", "si", "sequential", "joint")
 KEEP_LOADERS = ("non_online", "joint")
 WITHOUT_POSTERIOR = ("si", "sequential")
+MERGING = ("online", "non_online", "joint")
+KIND = "continual"
+VERSION = 1
 Heads = Sequence[nn.Module] | Callable[[], nn.Module]
 
 
@@ -115,6 +121,11 @@ class Continual:
                     f"structure is {structure!r} with method='si', whose importances are one number per weight; "
                     "expected 'diag', or none given."
                 )
+        if terms != "keep" and method not in MERGING:
+            raise OptionError(
+                f"terms is {terms!r} with method={method!r}, whose quadratics are each around weights of its own, or "
+                f"which has none; expected 'keep', or one of the methods {list(MERGING)}."
+            )
         self.prior_precision, self.multiplier, self.epsilon = prior_precision, multiplier, epsilon
         self.options, self.generator = dict(options or {}), generator
         self._estimator = _estimator(structure, estimator, self.options)
@@ -123,6 +134,7 @@ class Continual:
         self._loaders: list[Iterable[Any]] = []
         self._memory: Memory | None = None
         self._posteriors: dict[int | None, Gaussian] = {}
+        self._tangents: dict[int | None, Tangent] = {}
 
     # -- what is known ---------------------------------------------------------------------------------------------
 
@@ -220,7 +232,7 @@ class Continual:
         """
         check_numbers(epochs=epochs)
         self._check_weights()
-        heads = self._with_next_head()
+        heads = self._with_next_head(self._heads)
         loaders = [*self._loaders, loader] if self.method in KEEP_LOADERS else [loader]
         self._check_loaders(loaders)
         network, batches = self._trained(heads, loaders)
@@ -243,7 +255,7 @@ class Continual:
             for parameter in network.parameters():
                 parameter.grad = None
             raise
-        self._memory, self._heads, self._posteriors = memory, heads, {}
+        self._memory, self._heads, self._posteriors, self._tangents = memory, heads, {}, {}
         if self.method in KEEP_LOADERS:
             self._loaders = loaders
         if keeper is not None:
@@ -266,6 +278,11 @@ class Continual:
             raise OptionError(
                 f"optimizer made a {type(optimiser).__name__}; expected a torch optimiser, as "
                 "lambda params: torch.optim.Adam(params, 1e-3) makes one."
+            )
+        if isinstance(optimiser, GaussNewton):
+            raise OptionError(
+                "optimizer made a GaussNewton, whose steps know no prior with covariances; expected an optimiser that "
+                "steps by gradients, such as torch.optim.Adam or LBFGS."
             )
         held = {id(tensor) for group in optimiser.param_groups for tensor in group["params"]}
         if held != {id(tensor) for tensor in objective.tensors}:
@@ -323,31 +340,38 @@ class Continual:
 
     # -- networks --------------------------------------------------------------------------------------------------
 
-    def _with_next_head(self) -> list[nn.Module]:
+    def _with_next_head(self, heads: list[nn.Module]) -> list[nn.Module]:
         """The heads, with that of the next task."""
         given = self._given_heads
         if given is None:
             return []
-        number = len(self._heads)
+        number = len(heads)
         if isinstance(given, Sequence):
             if number >= len(given):
                 raise OptionError(
                     f"task {number} has no head: {len(given)} were given; expected one for every task. Give more, or a "
                     "function that makes them."
                 )
-            return [*self._heads, given[number]]
+            return [*heads, given[number]]
         made = given()
         if not isinstance(made, nn.Module):
             raise OptionError(f"heads() made a {type(made).__name__}; expected a torch.nn.Module.")
-        if any(made is head for head in self._heads):
+        if any(made is head for head in heads):
             raise OptionError("heads() made a head that another task has; expected a new one every time.")
-        return [*self._heads, made]
+        return [*heads, made]
 
     def _network(self, heads: Sequence[nn.Module], number: int) -> nn.Module:
         """The network of a task: the model, and its head where there are any. The shared weights come first."""
         if not heads:
             return self.model
         return nn.Sequential(OrderedDict(shared=self.model, head=heads[number]))
+
+    def _tangent(self, number: int | None) -> Tangent:
+        """The network of a task for predictions; kept, with what it has found out about inputs of a shape."""
+        if number not in self._tangents:
+            network = self._network(self._heads, 0 if number is None else number)
+            self._tangents[number] = Tangent(network, evaluate=True)
+        return self._tangents[number]
 
     def _trained(self, heads: list[nn.Module], loaders: Sequence[Iterable[Any]]) -> tuple[nn.Module, Iterable[Any]]:
         """What is trained on which batches."""
@@ -369,9 +393,7 @@ class Continual:
         _choose(pred, ("glm", "map"), "pred")
         number = self._head(head)
         self._check_weights()
-        x = moved(x, self.space.device)
-        network = self._network(self._heads, 0 if number is None else number)
-        tangent = Tangent(network, evaluate=True)
+        x, tangent = moved(x, self.space.device), self._tangent(number)
         with torch.no_grad():
             if pred == "map":
                 return self.likelihood.predicted(call(tangent.network(), x))
@@ -396,8 +418,7 @@ class Continual:
         found = []
         with torch.no_grad():
             for number in numbers:
-                network = self._network(self._heads, 0 if number is None else number)
-                linear = Tangent(network, evaluate=True).at(moved(x, self.space.device))
+                linear = self._tangent(number).at(moved(x, self.space.device))
                 found.append(self.posterior_of(number).variances(linear).mean(1))
         return torch.stack(found).amin(0)
 
@@ -422,6 +443,127 @@ class Continual:
         if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < len(self._heads):
             raise OptionError(f"head is {head!r}; expected the number of a task, from 0 to {len(self._heads) - 1}.")
         return head
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next task depends on, weights of model and heads included: tensors, numbers and strings.
+
+        Loaders, which non_online and joint keep, are not in it.
+        """
+        description, tensors = pack(self._memory)
+        state: dict[str, Any] = {"version": VERSION, **self._settings(), "memory": json.dumps(description)}
+        state |= {f"memory.{name}": tensor.clone() for name, tensor in tensors.items()}
+        for prefix, module in self._modules(self._heads):
+            state |= {f"{prefix}.{name}": tensor for name, tensor in copied(module).items()}
+        if self.generator is not None:
+            state["generator"] = self.generator.get_state()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a state of the same settings: model and heads get its weights. Where it fails nothing changes.
+
+        Heads that a function makes are made anew, as many as there were tasks.
+        """
+        if "version" not in state_dict or "memory" not in state_dict:
+            raise StorageError("the state has no memory of tasks; expected what state_dict() returns.")
+        if int(state_dict["version"]) > VERSION:
+            raise StorageError(
+                f"the state has version {state_dict['version']}; expected at most {VERSION}. It was written by a later "
+                "lapwing: upgrade to read it."
+            )
+        for name, ours in self._settings().items():
+            if state_dict.get(name) != ours:
+                raise StorageError(
+                    f"the state has {name} {state_dict.get(name)!r} and this object {ours!r}; expected the same. Build "
+                    "it as it was when the state was taken."
+                )
+        memory = self._memory_of(state_dict)
+        heads: list[nn.Module] = []
+        for _ in memory.points if memory is not None and self._given_heads is not None else ():
+            heads = self._with_next_head(heads)
+        weights = [(module, _part(state_dict, f"{prefix}.")) for prefix, module in self._modules(heads)]
+        for module, stored in weights:
+            _check_same(module, stored)
+        if memory is not None and memory.mean.shape != (self.space.size,):
+            raise StorageError(f"the state is of {len(memory.mean)} shared weights; expected {self.space.size}.")
+        if (self.generator is None) != ("generator" not in state_dict):
+            raise StorageError("the state has a generator's and this object has none, or the reverse; expected both.")
+        for module, stored in weights:
+            restore(module, stored)
+        if self.generator is not None:
+            self.generator.set_state(state_dict["generator"].cpu())
+        self._memory, self._heads, self._posteriors, self._tangents = memory, heads, {}, {}
+
+    def _memory_of(self, state_dict: Mapping[str, Any]) -> Memory | None:
+        tensors = {name: tensor.to(self.space.device) for name, tensor in _part(state_dict, "memory.").items()}
+        try:
+            memory = unpack(json.loads(state_dict["memory"]), tensors)
+        except (DataError, TypeError, ValueError, KeyError) as error:
+            raise StorageError(
+                f"the memory of the state cannot be read ({error}); expected what state_dict() returns."
+            ) from error
+        if memory is not None and not isinstance(memory, Memory):
+            raise StorageError(f"the state holds a {type(memory).__name__}; expected the memory of tasks.")
+        return memory
+
+    def save(self, path: AnyPath) -> None:
+        """The state in one file, for `Continual.load`; written atomically, without pickle."""
+        self._check_weights()
+        likelihood: dict[str, Any] = {"own": type(self.likelihood).__name__}
+        state = self.state_dict()
+        tensors = {f"state.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+        if KINDS.get(type(self.likelihood).__name__) is type(self.likelihood):
+            description, parts = pack(self.likelihood)
+            likelihood = {"object": description}
+            tensors |= {f"likelihood.{name}": value for name, value in parts.items()}
+        plain = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        options = dict(self.options)
+        write(path, tensors, {"kind": KIND, "likelihood": likelihood, "state": plain, "options": options})
+
+    @staticmethod
+    def load(
+        path: AnyPath,
+        model: nn.Module,
+        *,
+        heads: Heads | None = None,
+        loaders: Sequence[Iterable[Any]] = (),
+        likelihood: Likelihood | None = None,
+        structure: Estimator | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Continual:
+        """What `save` wrote, over a model (and heads) built as it was, which get the weights of the file.
+
+        `loaders` are those of the tasks so far, for non_online and joint. A likelihood or an estimator of one's own,
+        which no file can hold, is given again, as is the generator where there was one.
+        """
+        tensors, metadata = read(path)
+        if metadata.get("kind") != KIND:
+            raise StorageError(f"the file holds {metadata.get('kind')!r}; expected {KIND!r}, as Continual.save writes.")
+        try:
+            state = {**metadata["state"], **_part(tensors, "state.")}
+            given = metadata["likelihood"]
+            if (likelihood is None) == ("own" in given) or (structure is None) == (state["structure"] == "own"):
+                raise StorageError(
+                    f"the file has the likelihood {given.get('own', 'in it')!r} and the structure "
+                    f"{state['structure']!r}; expected those of one's own, and no others: load(..., likelihood=..., "
+                    "structure=...)."
+                )
+            found = likelihood or unpack(given["object"], _part(tensors, "likelihood."))
+            names = ("method", "estimator", "terms", "prior_precision", "multiplier", "epsilon")
+            settings = {name: state[name] for name in names}
+            settings |= {"structure": structure or state["structure"], "options": metadata["options"]}
+            made = Continual(model, found, heads=heads, generator=generator, **settings)
+            made.load_state_dict(state)
+        except (KeyError, TypeError) as error:
+            raise StorageError(f"the file is incomplete ({error}); expected what Continual.save writes.") from error
+        made._loaders = list(loaders)
+        if made.method in KEEP_LOADERS:
+            made._check_loaders([*loaders, ()])
+        return made
+
+    def _modules(self, heads: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+        return [("model", self.model), *((f"head {number}", head) for number, head in enumerate(heads))]
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -563,6 +705,21 @@ def _checked_heads(heads: Heads | None) -> Heads | None:
     if len({id(head) for head in found}) < len(found):
         raise OptionError("heads has one module twice; expected one of its own for every task.")
     return found
+
+
+def _part(mapping: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in mapping.items() if name.startswith(prefix)}
+
+
+def _check_same(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """The same parameters and buffers, by name, shape and dtype."""
+    found, ours = ({n: f"{tuple(v.shape)} {v.dtype}" for n, v in each.items()} for each in (stored, copied(module)))
+    different = next((name for name in {**ours, **found} if ours.get(name) != found.get(name)), None)
+    if different is not None:
+        raise StorageError(
+            f"{different!r} is {found.get(different)} in the state and {ours.get(different)} in "
+            f"{type(module).__name__}; expected the same. Build model and heads as they were."
+        )
 
 
 def _values(head: nn.Module) -> Float[Tensor, " params"]:
