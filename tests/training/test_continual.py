@@ -81,6 +81,9 @@ def test_one_task_is_the_plain_fit(structure: str) -> None:
     assert (learned.task, learned.points, len(learned.losses)) == (0, 12, 2)
     x = torch.randn(5, 3, dtype=torch.float64)
     torch.testing.assert_close(continual.predict(x), la(x), **EXACT)
+    la.prior_precision = 5.0
+    torch.testing.assert_close(continual.predict(x, prior_precision=5.0), la(x), **EXACT)
+    la.prior_precision = 2.0
     torch.testing.assert_close(continual.posterior.precision.to_matrix(), la.posterior.precision.to_matrix(), **EXACT)
 
 

@@ -133,7 +133,7 @@ class Continual:
         self._heads: list[nn.Module] = []
         self._loaders: list[Iterable[Any]] = []
         self._memory: Memory | None = None
-        self._posteriors: dict[int | None, Gaussian] = {}
+        self._posteriors: dict[int | None, tuple[float, Gaussian]] = {}
         self._tangents: dict[int | None, Tangent] = {}
 
     # -- what is known ---------------------------------------------------------------------------------------------
@@ -168,22 +168,30 @@ class Continual:
         """The Gaussian over the shared weights after the tasks so far."""
         return self.posterior_of(None)
 
-    def posterior_of(self, head: int | None) -> Gaussian:
-        """The Gaussian over the shared weights, or over them and those of a head."""
+    def posterior_of(self, head: int | None, prior_precision: float | int | None = None) -> Gaussian:
+        """The Gaussian over the shared weights, or over them and those of a head.
+
+        Another precision of the base prior than that of training costs little, as the curvature stays decomposed.
+        """
         memory = self.memory
+        base = self.prior_precision if prior_precision is None else prior_precision
+        _check_number("prior_precision", base, 0)
         if memory.curvature is None:
             raise OptionError(
                 f"method={self.method!r} has no posterior; expected 'online', 'non_online', 'ewc' or 'joint'. Predict "
                 "with pred='map'."
             )
-        if head not in self._posteriors:
-            mean, curvature = memory.mean, memory.curvature
-            if head is not None:
-                own = memory.heads[head]
-                mean, curvature = torch.cat([mean, own.mean]), joined(curvature, own.curvature)
-            with torch.inference_mode(False), torch.no_grad():
-                self._posteriors[head] = Gaussian(mean, curvature.with_prior(self.prior_precision))
-        return self._posteriors[head]
+        kept = self._posteriors.get(head)
+        if kept is not None and kept[0] == base:
+            return kept[1]
+        mean, curvature = memory.mean, memory.curvature
+        if head is not None:
+            own = memory.heads[head]
+            mean, curvature = torch.cat([mean, own.mean]), joined(curvature, own.curvature)
+        with torch.inference_mode(False), torch.no_grad():
+            found = Gaussian(mean, curvature.with_prior(base))
+        self._posteriors[head] = float(base), found
+        return found
 
     def penalty(self, theta: Float[Tensor, " params"]) -> Float[Tensor, ""]:
         """What the next task is learnt under, beside its own loss: the quadratic at flat shared weights, not over N."""
@@ -384,11 +392,19 @@ class Continual:
 
     @outside_autocast
     def predict(
-        self, x: Any, head: int | None = None, *, pred: str = "glm", link: str = "probit"
+        self,
+        x: Any,
+        head: int | None = None,
+        *,
+        pred: str = "glm",
+        link: str = "probit",
+        prior_precision: float | int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Probabilities for classes and events; for numbers the mean and variance of the outputs, without noise.
 
         "glm" is the linearised network under the posterior, "map" the network as it is: probabilities, or the outputs.
+        `prior_precision` is another one for the error bars alone, as chosen on held-out data: of many weights the data
+        say little, and what the prior says of them counts.
         """
         _choose(pred, ("glm", "map"), "pred")
         number = self._head(head)
@@ -397,7 +413,7 @@ class Continual:
         with torch.no_grad():
             if pred == "map":
                 return self.likelihood.predicted(call(tangent.network(), x))
-            posterior, linear = self.posterior_of(number), tangent.at(x)
+            posterior, linear = self.posterior_of(number, prior_precision), tangent.at(x)
             if not self.likelihood.has_probabilities:
                 return linear.value, posterior.variances(linear).reshape(linear.value.shape)
             closed = self.likelihood.link(link)
