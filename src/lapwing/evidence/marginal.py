@@ -123,10 +123,10 @@ class Evidence:
         if isinstance(prior, Gaussian):
             logdet = self.precision(prior, sigma, temperature).logdet()
             ratio = (prior.logdet() - prior.scatter(self.mean) - logdet) / 2
-            return fit / self._positive(temperature, "temperature") + ratio
-        by_group = self._by_group(prior)
-        logdet = by_group.logdet(prior.precisions, self._scale(sigma, temperature))
-        ratio = (prior.logdet(by_group.entries) - (by_group.squares * prior.precisions).sum() - logdet) / 2
+        else:
+            by_group = self._by_group(prior)
+            logdet = by_group.logdet(prior.precisions, self._scale(sigma, temperature))
+            ratio = (prior.logdet(by_group.entries) - (by_group.squares * prior.precisions).sum() - logdet) / 2
         return fit / self._positive(temperature, "temperature") + ratio
 
     def _by_group(self, prior: Prior) -> _ByGroup:
