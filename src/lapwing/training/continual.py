@@ -29,6 +29,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -40,12 +41,12 @@ from lapwing.estimate.data_pass import Wrapped, pairs
 from lapwing.estimate.naming import Estimator, by_name
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.tasks import TASKS
-from lapwing.linalg import Curvature, Diagonal
+from lapwing.linalg import Curvature, Diagonal, total
 from lapwing.linalg.autocast import outside_autocast
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian
 from lapwing.priors import Prior
-from lapwing.serialize import KINDS, pack, read, unpack, write
+from lapwing.serialize import KINDS, compact, pack, read, unpack, write
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import call, moved
@@ -176,7 +177,7 @@ class Continual:
         memory = self.memory
         base = self.prior_precision if prior_precision is None else prior_precision
         _check_number("prior_precision", base, 0)
-        if memory.curvature is None:
+        if self.method in WITHOUT_POSTERIOR:
             raise OptionError(
                 f"method={self.method!r} has no posterior; expected 'online', 'non_online', 'ewc' or 'joint'. Predict "
                 "with pred='map'."
@@ -185,6 +186,8 @@ class Continual:
         if kept is not None and kept[0] == base:
             return kept[1]
         mean, curvature = memory.mean, memory.curvature
+        if curvature is None:  # of quadratics that are kept one by one
+            curvature = reduce(total, (anchor.curvature for anchor in memory.anchors))
         if head is not None:
             own = memory.heads[head]
             mean, curvature = torch.cat([mean, own.mean]), joined(curvature, own.curvature)
@@ -209,11 +212,14 @@ class Continual:
         base = Prior.isotropic(space, self.prior_precision)
         if self._memory is None or self.method in ("sequential", "joint"):
             return (), base
+        anchors = self._memory.anchors
         if self.method in ("online", "non_online"):  # one Gaussian, with the base around its mean as well
+            assert self._memory.curvature is not None
+            anchors = (Anchor(self._memory.mean, self._memory.curvature),)
             centre = torch.zeros(space.size, dtype=space.dtype, device=space.device)
             centre[: self.space.size] = self._memory.mean
             base = replace(base, mean=centre)
-        return self._memory.anchors, base
+        return anchors, base
 
     # -- learning --------------------------------------------------------------------------------------------------
 
@@ -238,7 +244,7 @@ class Continual:
         kept there after every `checkpoint_every` epochs; called again in the same way, also in another process, it
         goes on from there, and ends bit for bit where it would have ended.
         """
-        check_numbers(epochs=epochs)
+        check_numbers(epochs=epochs, **({} if points is None else {"points": points}))
         self._check_weights()
         heads = self._with_next_head(self._heads)
         loaders = [*self._loaders, loader] if self.method in KEEP_LOADERS else [loader]
@@ -316,6 +322,9 @@ class Continual:
             if importance is not None:
                 anchors = (*anchors, Anchor(mean, importance.curvature(mean, self.epsilon, self.multiplier)))
             return Memory(mean, anchors, None, kept, counts)
+        if self.method == "ewc":
+            new, own = self._curvature(heads, len(heads) - 1, loaders[-1])
+            return Memory(mean, (*anchors, Anchor(mean, compact(new))), None, (*kept, *own), counts)
         if self.method in KEEP_LOADERS:  # all curvatures anew, at these weights
             shared, lost, kept = None, 0.0, ()
             for number, loader in enumerate(loaders):
@@ -326,11 +335,7 @@ class Continual:
             new, own = self._curvature(heads, len(heads) - 1, loaders[-1])
             shared, more = added(None if before is None else before.curvature, new, self.terms)
             lost, kept = more + (0.0 if before is None else before.lost), (*kept, *own)
-            anchors = (*anchors, Anchor(mean, new)) if self.method == "ewc" else ()
-        assert shared is not None
-        if self.method in ("online", "non_online"):
-            anchors = (Anchor(mean, shared),)
-        return Memory(mean, anchors, shared, kept, counts, lost)
+        return Memory(mean, (), shared, kept, counts, lost)
 
     def _curvature(
         self, heads: list[nn.Module], number: int, loader: Iterable[Any]

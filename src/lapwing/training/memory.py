@@ -38,9 +38,9 @@ MERGED: dict[str, Callable[[KroneckerSum], Kronecker] | None] = {
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """`anchors` are the quadratics that the next task is learnt under, `curvature` the precision of the shared weights
-    without the base prior; None where a method has none. `heads` have weights and curvature of their own.
+    """`mean` are the shared weights, `curvature` is that of all tasks, with their multiplier, where it is added up.
 
+    `anchors` are one quadratic per task, where each is around weights of its own. `heads` have weights and curvature.
     `lost` is a bound of the Frobenius distance of a merged curvature from the sum of the tasks' own.
     """
 
