@@ -100,6 +100,28 @@ def test_three_posteriors_in_a_row_keep_all_curvatures() -> None:
     torch.testing.assert_close(la.posterior.precision.to_matrix(), expected, **EXACT)
 
 
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize(
+    ("subset", "options"), [("last_layer", {}), ("subnetwork", {"subnetwork_indices": torch.arange(16)})]
+)
+def test_a_part_of_the_weights_has_a_previous_posterior_as_well(
+    subset: str, options: dict[str, Any], structure: str, tmp_path: Path
+) -> None:
+    model = network()
+    before = Laplace(model, Gaussian(0.5), subset, structure, prior_precision=0.7, **options)
+    before.fit(data(0))
+    move(model)
+    la = Laplace(model, Gaussian(0.5), subset, structure, prior=before.as_prior(), **options)
+    la.fit(data(1))
+    plain = Laplace(model, Gaussian(0.5), subset, structure, **options)
+    plain.fit(data(1))
+    expected = before.posterior.precision.to_matrix() + plain.curvature.dense() / 0.25
+    torch.testing.assert_close(la.posterior.precision.to_matrix(), expected, **EXACT)
+    la.save(tmp_path / "la.lapwing")
+    loaded = lapwing.load(tmp_path / "la.lapwing", network())
+    assert torch.equal(loaded.posterior.precision.to_matrix(), la.posterior.precision.to_matrix())
+
+
 @pytest.mark.parametrize("precision", [1.0, "tensor", "module"])
 def test_the_base_keeps_its_groups(precision: float | str) -> None:
     model = network()

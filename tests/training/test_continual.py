@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import problems
 from lapwing import Laplace
 from lapwing.errors import DataError, NotFittedError, OptionError, ParameterError, StorageError
+from lapwing.estimate import by_name
 from lapwing.likelihoods import Categorical, Gaussian
-from lapwing.linalg import Blocks, Diagonal, KroneckerSum
+from lapwing.linalg import Blocks, Diagonal, KroneckerSum, total
 from lapwing.params import ParamSpace
 from lapwing.priors import Prior
+from lapwing.tangent import Tangent
 from lapwing.training import Continual, Epoch, GaussNewton
 from lapwing.training.quadratic_term import Anchor, QuadraticTerm
 from unchanged import unchanged
@@ -111,6 +114,24 @@ def test_the_gradient_of_a_step_is_that_of_the_dense_quadratic(structure: str, m
     found, gradient = QuadraticTerm.of(anchors, base, continual.space, 1).value_and_gradient(theta.detach())
     torch.testing.assert_close(found, value.detach(), **EXACT)
     torch.testing.assert_close(gradient, expected, **EXACT)
+
+
+@pytest.mark.parametrize("name", problems.thinned(problems.NAMES, every=8))
+def test_the_gradient_is_right_for_every_kind_of_layer(name: str) -> None:
+    """Two kept terms of convolutions, tables, attention, recurrent layers and vectors, against their dense sum."""
+    problem = problems.build(name, 0)
+    if not problem.kron or problem.select is not None:
+        pytest.skip("no Kronecker structure over all weights")
+    space = problem.space
+    tangent = Tangent(problem.model, space, evaluate=True)
+    curvature = by_name("kron")(tangent, problem.likelihood, problem.batches)
+    torch.manual_seed(0)
+    mean, theta = torch.randn(2, space.size, dtype=torch.float64)
+    anchor = Anchor(mean, total(curvature, curvature * 2.0))
+    value, gradient = QuadraticTerm.of([anchor], Prior.isotropic(space, 0.5), space, 1).value_and_gradient(theta)
+    pulled = 3 * curvature.dense() @ (theta - mean)
+    torch.testing.assert_close(gradient, pulled + 0.5 * theta, **EXACT)
+    torch.testing.assert_close(value, (theta - mean) @ pulled / 2 + theta.square().sum() / 4, **EXACT)
 
 
 def test_kept_terms_are_those_of_the_tasks() -> None:
