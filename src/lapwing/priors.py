@@ -5,6 +5,8 @@
 One class serves them all: a group number for every entry and a precision for every group. Memory O(P) for the group
 numbers, nothing for the isotropic prior. Everything is differentiable in the precisions.
 
+`Gaussian` is a prior that is a previous posterior: N(mean, (curvature + diag(base))^-1), of any structure.
+
     >>> import torch
     >>> from torch import nn
     >>> from lapwing.params import ParamSpace
@@ -21,12 +23,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log, pi
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import ParameterError
+from lapwing.linalg import Curvature, Precision, total
 from lapwing.params import ParamSpace
 
 
@@ -187,6 +191,91 @@ class Prior:
     def log_prob(self, theta: Float[Tensor, " size"]) -> Float[Tensor, ""]:
         """log p(theta), every constant included."""
         return (self.logdet() - self.scatter(theta) - self.size * log(2 * pi)) / 2
+
+    def added_to(self, curvature: Curvature) -> Precision:
+        """curvature + diag(precision): the precision of a posterior."""
+        return curvature.with_prior(self.precision())
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """N(mean, (curvature + diag(base))^-1): a previous posterior, whose data gave `curvature`, as a prior.
+
+    `base` is the prior that it began with, or its precision, one number for all; its own mean plays no part, as it has
+    moved to `mean`. The precision matrix is never spelled out. Where the curvature has no exact decomposition (a large
+    sum of Kronecker products), `logdet` is that of what takes its place, as it is for posteriors.
+
+    >>> import torch
+    >>> from lapwing.linalg import Diagonal
+    >>> prior = Gaussian(torch.zeros(2), Diagonal(torch.tensor([3.0, 1.0])), 1.0)
+    >>> prior.scatter(torch.ones(2)), prior.gradient(torch.ones(2))         # 4 + 2
+    (tensor(6.), tensor([4., 2.]))
+    """
+
+    mean: Float[Tensor, " size"]
+    curvature: Curvature
+    base: Prior
+
+    def __init__(self, mean: Any, curvature: Any, base: Any) -> None:
+        if not isinstance(mean, Tensor) or mean.dim() != 1 or not mean.is_floating_point():
+            found = f"shape {tuple(mean.shape)}, {mean.dtype}" if isinstance(mean, Tensor) else type(mean).__name__
+            raise ParameterError(f"the mean of a prior is {found}; expected a vector [P] of floats, as la.mean is.")
+        if not bool(torch.isfinite(mean).all()):
+            raise ParameterError("the mean of a prior holds NaN or infinite values; expected finite ones.")
+        if not isinstance(curvature, Curvature):
+            raise ParameterError(
+                f"the curvature of a prior is a {type(curvature).__name__}; expected one of lapwing.linalg, as "
+                "la.fitted.curvature is. Of a fitted posterior use la.as_prior()."
+            )
+        base = base if isinstance(base, Prior) else _alone(base, mean)
+        if not len(mean) == curvature.size == base.size:
+            raise ParameterError(
+                f"a prior has a mean of {len(mean)} entries, a curvature of {curvature.size} and a base of {base.size}"
+                "; expected as many. Take all three over the same parameters."
+            )
+        for name, value in (("mean", mean.detach().clone()), ("curvature", curvature), ("base", base)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def size(self) -> int:
+        return len(self.mean)
+
+    def scatter(self, theta: Float[Tensor, " size"]) -> Float[Tensor, ""]:
+        """(theta - mean)^T (curvature + diag(base)) (theta - mean)."""
+        return ((theta - self.mean) * self.gradient(theta)).sum()
+
+    def gradient(self, theta: Float[Tensor, " size"]) -> Float[Tensor, " size"]:
+        """(curvature + diag(base)) (theta - mean): the gradient of half the scatter, and of -log p."""
+        away = theta - self.mean
+        return self.curvature.mv(away) + self.base.precision() * away
+
+    def logdet(self) -> Float[Tensor, ""]:
+        """log det (curvature + diag(base))."""
+        return self.base.added_to(self.curvature).logdet()
+
+    def log_prob(self, theta: Float[Tensor, " size"]) -> Float[Tensor, ""]:
+        """log p(theta), every constant included."""
+        return (self.logdet() - self.scatter(theta) - len(self.mean) * log(2 * pi)) / 2
+
+    def added_to(self, curvature: Curvature) -> Precision:
+        """curvature + this prior's precision: that of the posterior after the data of `curvature`."""
+        return self.base.added_to(total(curvature, self.curvature))
+
+
+AnyPrior = Prior | Gaussian
+
+
+def _alone(precision: object, mean: Tensor) -> Prior:
+    """One precision for all entries of a vector."""
+    try:
+        value = torch.as_tensor(precision, dtype=mean.dtype, device=mean.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ParameterError(f"the base of a prior is {precision!r}; expected a Prior, or a number >= 0.") from error
+    if value.numel() != 1 or not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
+        raise ParameterError(
+            f"the base of a prior is {value.flatten().tolist()[:5]}; expected one finite number >= 0, or a Prior."
+        )
+    return Prior(len(mean), value.detach().reshape(1))
 
 
 def _precisions(precision: object, count: int, space: ParamSpace) -> Tensor:

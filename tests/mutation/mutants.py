@@ -1321,8 +1321,8 @@ THIRD = (
     Mutant(
         "parts of one data set are added block by block as if they were several tasks",
         "linalg/blocks.py",
-        "return self._joined(other, lambda a, b: a.pooled(b))",
-        "return self._joined(other, lambda a, b: a + b)",
+        "return self.joined(other, lambda a, b: a.pooled(b))",
+        "return self.joined(other, lambda a, b: a + b)",
         (
             "laplace/test_checkpoint.py",
             "linalg/test_kronecker.py",
@@ -1750,8 +1750,8 @@ THIRD = (
     Mutant(
         "the diagonal precision that users read leaves out the temperature",
         "laplace/variants/all_weights.py",
-        "return self.H / (self.sigma_noise**self.noise_power * self.temperature) + self.prior_precision_diag",
-        "return self.H / self.sigma_noise**self.noise_power + self.prior_precision_diag",
+        "total = self.H / (self.sigma_noise**self.noise_power * self.temperature) + self.prior_precision_diag",
+        "total = self.H / self.sigma_noise**self.noise_power + self.prior_precision_diag",
         (
             "laplace/test_options.py",
             "laplace/test_face.py",
@@ -2386,4 +2386,89 @@ GROUPS = (
 )
 
 
-MUTANTS = LINALG + ESTIMATE + TANGENT + ABOVE + APPLICATIONS + SECOND_BELOW + SECOND_ABOVE + THIRD + FOURTH + GROUPS
+CONTINUAL = (
+    Mutant(
+        "importances of Synaptic Intelligence are negative where the loss falls",
+        "training/importance.py",
+        "self.omega -= self.points",
+        "self.omega += self.points",
+        ("training/test_continual.py",),
+    ),
+    Mutant(
+        "importances are taken from the loss of one data point",
+        "training/importance.py",
+        "self.points * gradient *",
+        "gradient *",
+        ("training/test_continual.py",),
+    ),
+    Mutant(
+        "quadratics around weights of their own are all taken around the latest",
+        "training/quadratic_term.py",
+        "shift = pulled if shift is None else shift + pulled",
+        "shift = None",
+        ("training/test_continual.py",),
+    ),
+    Mutant(
+        "the quadratic of earlier tasks is not divided by the data points",
+        "training/quadratic_term.py",
+        "gradient.mul_(scale / self.points)",
+        "gradient.mul_(scale)",
+        ("training/test_continual.py",),
+    ),
+    Mutant(
+        "the multiplier of tasks is left out",
+        "training/continual.py",
+        "generator=self.generator) * self.multiplier",
+        "generator=self.generator)",
+        ("training/test_continual.py",),
+    ),
+    Mutant(
+        "the base prior stays around zero after a task",
+        "training/continual.py",
+        "base = replace(base, mean=centre)",
+        "base = replace(base, mean=0.0)",
+        ("training/test_continual.py",),
+    ),
+    Mutant(
+        "factors of Kronecker products are merged with the trace of the wrong side",
+        "linalg/sums.py",
+        "(_times(factor[0], trace[1])",
+        "(_times(factor[0], trace[0])",
+        ("linalg/test_sums.py", "training/test_continual.py"),
+    ),
+    Mutant(
+        "a diagonal is rotated by its columns alone",
+        "linalg/sums.py",
+        "matrix if basis.row_vectors is None else basis.row_vectors.square().mT @ matrix",
+        "matrix",
+        ("linalg/test_sums.py",),
+    ),
+    Mutant(
+        "a posterior as a prior forgets the noise of its data",
+        "laplace/base.py",
+        "curvature = scaled(fitted.curvature, 1 if float(scale) == 1 else scale)",
+        "curvature = fitted.curvature",
+        ("laplace/test_previous_posterior.py",),
+    ),
+    Mutant(
+        "a posterior as a prior forgets the prior that it had",
+        "laplace/base.py",
+        "curvature if hyper.earlier is None else total(curvature, hyper.earlier)",
+        "curvature",
+        ("laplace/test_previous_posterior.py",),
+    ),
+)
+
+MUTANTS = (
+    LINALG
+    + ESTIMATE
+    + TANGENT
+    + ABOVE
+    + APPLICATIONS
+    + SECOND_BELOW
+    + SECOND_ABOVE
+    + THIRD
+    + FOURTH
+    + GROUPS
+    + CONTINUAL
+)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lapwing.errors import CurvatureError
 from lapwing.linalg import Curvature, Precision
 from lapwing.linalg.contracts import GroupedLogdet, scaled
-from lapwing.priors import Prior
+from lapwing.priors import AnyPrior, Gaussian, Prior
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class Evidence:
         """Within which sigma is searched."""
         return self.fit.noise_range() if isinstance(self.fit, GaussianFit) else (1.0, 1.0)
 
-    def settled(self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Evidence:
+    def settled(self, prior: AnyPrior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Evidence:
         """The evidence at the weights that go with a prior: at these, whatever it is. `EvidenceAtMode` moves them."""
         return self
 
@@ -105,9 +105,9 @@ class Evidence:
             return self
         return replace(self, curvature=self.curvature * scale, fit=self.fit * scale)
 
-    def precision(self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Precision:
+    def precision(self, prior: AnyPrior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Precision:
         """The posterior precision."""
-        return scaled(self.curvature, self._scale(sigma, temperature)).with_prior(prior.precision())
+        return prior.added_to(scaled(self.curvature, self._scale(sigma, temperature)))
 
     def _scale(self, sigma: float | Tensor, temperature: float | Tensor) -> Float[Tensor, ""] | int:
         """What multiplies the curvature; a plain 1 where nothing does."""
@@ -115,14 +115,18 @@ class Evidence:
         return 1 if not scale.requires_grad and float(scale) == 1 else scale
 
     def log_marginal(
-        self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0
+        self, prior: AnyPrior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0
     ) -> Float[Tensor, ""]:
         """log Z of the Laplace approximation; a temperature divides the log-likelihood as it does the curvature."""
         sigma = self._noise(sigma)
         fit = self.fit.log_likelihood(sigma) if isinstance(self.fit, GaussianFit) else self.fit
-        by_group = self._by_group(prior)
-        logdet = by_group.logdet(prior.precisions, self._scale(sigma, temperature))
-        ratio = (prior.logdet(by_group.entries) - (by_group.squares * prior.precisions).sum() - logdet) / 2
+        if isinstance(prior, Gaussian):
+            logdet = self.precision(prior, sigma, temperature).logdet()
+            ratio = (prior.logdet() - prior.scatter(self.mean) - logdet) / 2
+        else:
+            by_group = self._by_group(prior)
+            logdet = by_group.logdet(prior.precisions, self._scale(sigma, temperature))
+            ratio = (prior.logdet(by_group.entries) - (by_group.squares * prior.precisions).sum() - logdet) / 2
         return fit / self._positive(temperature, "temperature") + ratio
 
     def _by_group(self, prior: Prior) -> _ByGroup:
@@ -142,11 +146,15 @@ class Evidence:
         return {}
 
     def effective_parameters(
-        self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0
+        self, prior: AnyPrior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0
     ) -> Float[Tensor, " groups"]:
-        """gamma of every group: how many of its parameters the data determine, sum lambda / (lambda + prior)."""
-        trace = self.precision(prior, sigma, temperature).inverse_trace(prior.groups)
-        return prior.entries() - prior.precisions * trace
+        """gamma of every group: how many of its parameters the data determine, sum lambda / (lambda + prior).
+
+        Under a previous posterior its data count as well: the groups and the prior are those that it began with.
+        """
+        base = prior.base if isinstance(prior, Gaussian) else prior
+        trace = self.precision(prior, sigma, temperature).inverse_trace(base.groups)
+        return base.entries() - base.precisions * trace
 
     def sampled_effective_parameters(
         self,

@@ -44,6 +44,7 @@ from lapwing.laplace.hyper import (
     invariant_groups,
     precisions_of,
     prior_of,
+    with_previous,
 )
 from lapwing.laplace.identity import Kept
 from lapwing.laplace.names import PriorStructure, choose
@@ -51,13 +52,15 @@ from lapwing.laplace.setup import Setup
 from lapwing.laplace.structures import AnyTangent, Recipe, exceptions, recipe
 from lapwing.laplace.tasks import likelihood_of, noise_of
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Curvature, DenseRows, Diagonal, LinearMap, Precision
+from lapwing.linalg import Curvature, DenseRows, Diagonal, LinearMap, Precision, total
 from lapwing.linalg.autocast import outside_autocast
 from lapwing.linalg.checks import normal
+from lapwing.linalg.contracts import scaled
 from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian
 from lapwing.predictive import draws, network_draws
-from lapwing.priors import Prior, PriorGroups
+from lapwing.priors import AnyPrior, PriorGroups
+from lapwing.priors import Gaussian as PreviousPosterior
 from lapwing.serialize import compact
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
@@ -73,7 +76,8 @@ class BaseLaplace:
     curvature comes from: "exact" (the generalised Gauss-Newton, default), "fisher", "mc" (sampled Fisher), "projection"
     (randomly projected GGN), "recursive" (kron alone: propagated in expectation over the data of a fit, for many
     outputs), "empirical" or "hessian"; `backend` does the same with names of `lapwing.curvature`. `prior_groups`
-    names the parameters that share a prior precision. Other keyword arguments are options of the structure.
+    names the parameters that share a prior precision. `prior` is a previous posterior over the same parameters, as
+    `la.as_prior()` gives it, in the place of precision and mean. Other keyword arguments are options of the structure.
     """
 
     structure: ClassVar[str]
@@ -103,6 +107,7 @@ class BaseLaplace:
         *,
         estimator: str | None = None,
         prior_groups: Groups | None = None,
+        prior: object = None,
         **options: Any,
     ) -> None:
         self.enable_backprop = enable_backprop
@@ -128,6 +133,8 @@ class BaseLaplace:
             checked_temperature(temperature, self._place),
             checked_groups(prior_groups, self._whole),
         )
+        if prior is not None:
+            self.hyper = with_previous(self.hyper, prior, self._whole)
         self._bind(self._chosen_tangent(None))
 
     @property
@@ -203,6 +210,12 @@ class BaseLaplace:
             self._check_prior(tangent.space, self.prior_precision, self.prior_mean, self.prior_groups)
 
     def _check_prior(self, space: ParamSpace, precision: Tensor, mean: Number, groups: PriorGroups | None) -> None:
+        earlier = self.hyper.earlier
+        if earlier is not None and earlier.size != space.size:
+            raise ParameterError(
+                f"the prior is a previous posterior over {earlier.size} parameters, and this one is over {space.size}; "
+                "expected the same parameters. Choose the same subset_of_weights of the same network."
+            )
         check_prior(space, precision, mean, self.recipe.row.per_entry_prior, groups)
 
     @property
@@ -240,6 +253,7 @@ class BaseLaplace:
 
     @prior_precision.setter
     def prior_precision(self, value: Number) -> None:
+        self.hyper.refuse_earlier("another prior_precision")
         precision = checked_precision(value, self._place)
         if self._space is not None:
             self._check_prior(self._space, precision, 0.0, self.prior_groups)
@@ -255,6 +269,7 @@ class BaseLaplace:
 
     @prior_groups.setter
     def prior_groups(self, value: Groups | None) -> None:
+        self.hyper.refuse_earlier("other prior_groups")
         groups = checked_groups(value, self._whole)
         if self._space is not None:
             self._check_prior(self._space, self.prior_precision, 0.0, groups)
@@ -266,6 +281,7 @@ class BaseLaplace:
 
     @prior_mean.setter
     def prior_mean(self, value: Number) -> None:
+        self.hyper.refuse_earlier("another prior_mean")
         mean = checked_mean(value, self._place)
         if self._space is not None:
             prior_of(self._space, self.prior_precision.detach(), mean, self.prior_groups)
@@ -293,12 +309,27 @@ class BaseLaplace:
         self.hyper = replace(self.hyper, **values)
 
     @property
-    def prior(self) -> Prior:
+    def prior(self) -> AnyPrior:
+        """Independent Gaussians, or a previous posterior."""
         return self.hyper.prior(self.space)
 
     @property
     def prior_precision_diag(self) -> Float[Tensor, " params"]:
-        return self.prior.precision().expand(self.space.size)
+        """The prior's precision of every weight; of a previous posterior that which it began with."""
+        return self.hyper.base(self.space).precision().expand(self.space.size)
+
+    @outside_autocast
+    def as_prior(self) -> PreviousPosterior:
+        """This posterior as a prior for other data over the same weights: `Laplace(..., prior=la.as_prior())`.
+
+        Noise and temperature are in its curvature as they are now.
+        """
+        hyper, fitted = self.hyper, self.fitted
+        scale = 1 / (hyper.sigma_noise.detach() ** self.noise_power * hyper.temperature.detach())
+        curvature = scaled(fitted.curvature, 1 if float(scale) == 1 else scale)
+        curvature = curvature if hyper.earlier is None else total(curvature, hyper.earlier)
+        base = hyper.base(self.space)
+        return PreviousPosterior(fitted.mean, curvature, base.with_precisions(base.precisions.detach()))
 
     # -- the Gaussian over the weights -------------------------------------------------------------------------------
 
@@ -338,7 +369,7 @@ class BaseLaplace:
             return self.posterior
         space, prior = self.space, self.prior
         mean = torch.as_tensor(prior.mean, dtype=space.dtype, device=space.device).expand(space.size).clone()
-        return Gaussian(mean, self.curvature.with_prior(prior.precision()))
+        return Gaussian(mean, prior.added_to(self.curvature))
 
     @property
     def curvature(self) -> Curvature:
@@ -516,11 +547,12 @@ class BaseLaplace:
         at_mode = self._at_mode(train_loader, solver, tolerance, max_passes)
         hyper = self.hyper
         with torch.inference_mode(False), torch.no_grad():
-            return linear_modes.checked(at_mode.mode(self.prior, hyper.sigma_noise, hyper.temperature))
+            return linear_modes.checked(at_mode.mode(hyper.base(self.space), hyper.sigma_noise, hyper.temperature))
 
     def _at_mode(
         self, train_loader: Iterable[Any], solver: str, tolerance: float | None, max_passes: int
     ) -> EvidenceAtMode:
+        self.hyper.refuse_earlier("a linear mode")
         fitted, options = self.fitted, {"solver": solver, "tolerance": tolerance, "max_passes": max_passes}
         self._check_weights(whole=True)
         assert self._tangent is not None
@@ -859,6 +891,7 @@ class BaseLaplace:
         passes. Use it for networks with normalisation or early stopping. Predictions keep the trained network's output
         for their mean, and have error bars with the prior that was found; `tuned.mode` is the mode.
         """
+        self.hyper.refuse_earlier("optimize_prior_precision")
         groups = self._groups_for(prior_structure)
         start = tuning.starting_precision(self.space, prior_structure, init_prior_prec, groups)
         chosen = choose(method, tuning.METHODS, "method")
@@ -940,9 +973,12 @@ class BaseLaplace:
             if fitted is not None:
                 self._bind_stored(state_dict)
                 state.check_parameters(self.space, state_dict)
-            self._set(prior_precision=hyper["prior_precision"], prior_groups=groups)
+            self._set(prior_precision=hyper["prior_precision"], prior_groups=groups, earlier=None)
             for name, value in hyper.items():
                 setattr(self, name, value)
+            self._set(earlier=state.earlier(state_dict, self._whole.device))
+            if self._space is not None:
+                self._check_prior(self._space, self.prior_precision, 0.0, groups)
             self._fitted, self._posterior, self._kept = fitted, None, None
             self.tuned = None
 

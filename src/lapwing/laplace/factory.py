@@ -16,6 +16,7 @@ from lapwing.laplace.structures import STRUCTURES
 from lapwing.laplace.variants import all_weights, functional, last_layer, subnetwork
 from lapwing.likelihoods import Likelihood
 from lapwing.params import ParamSpace
+from lapwing.priors import Gaussian
 
 SUBSETS: dict[str, tuple[str, type[BaseLaplace]]] = {
     "all": ("Laplace", all_weights.ParametricLaplace),
@@ -60,6 +61,7 @@ class Options(TypedDict, total=False):
     prior_precision: Number
     prior_mean: Number
     prior_groups: Groups | None
+    prior: Gaussian | None
     temperature: Number
     enable_backprop: bool
     dict_key_x: str

@@ -15,8 +15,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.errors import CurvatureError, OptionError, ParameterError
+from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
-from lapwing.priors import Prior, PriorGroups
+from lapwing.priors import AnyPrior, Gaussian, Prior, PriorGroups
 from lapwing.tape.invariance import ScaleInvariantGroups, scale_invariant_groups
 
 Number = float | int | Tensor
@@ -28,7 +29,8 @@ Groups = PriorGroups | ScaleInvariantGroups | Iterable[Iterable[str]]
 class HyperParameters:
     """Four tensors. `prior_precision` has one entry, one per parameter tensor, one per module, or one per weight.
 
-    With `prior_groups`, which name the parameter tensors that share one, it has one entry, or one per group.
+    With `prior_groups`, which name the parameter tensors that share one, it has one entry, or one per group. With
+    `earlier`, the curvature of earlier data, the prior is a previous posterior around `prior_mean`.
     """
 
     prior_precision: Float[Tensor, " groups"]
@@ -36,14 +38,61 @@ class HyperParameters:
     sigma_noise: Float[Tensor, ""]
     temperature: Float[Tensor, ""]
     prior_groups: PriorGroups | None = None
+    earlier: Curvature | None = None
 
     @property
     def structure(self) -> str:
         """The name of the groups, where there is more than one precision and they say whose each is; else empty."""
         return "" if self.prior_groups is None or len(self.prior_precision) == 1 else self.prior_groups.structure
 
-    def prior(self, space: ParamSpace) -> Prior:
+    def prior(self, space: ParamSpace) -> AnyPrior:
+        base = self.base(space)
+        if self.earlier is None:
+            return base
+        mean = self.prior_mean.expand(space.size)
+        return Gaussian(mean, self.earlier, base)
+
+    def base(self, space: ParamSpace) -> Prior:
+        """The prior without what earlier data have said."""
         return prior_of(space, self.prior_precision, self.prior_mean, self.prior_groups)
+
+    def refuse_earlier(self, what: str) -> None:
+        """Where the prior has to be independent Gaussians, whose precisions are free."""
+        if self.earlier is not None:
+            raise OptionError(
+                f"{what} was asked of a posterior whose prior is a previous posterior; expected a prior with "
+                "precisions of its own. A previous posterior is fixed: tune it before it becomes a prior."
+            )
+
+
+def with_previous(hyper: HyperParameters, prior: object, whole: ParamSpace) -> HyperParameters:
+    """With a previous posterior for the prior; its base has the groups that a posterior can have."""
+    if not isinstance(prior, Gaussian):
+        remedy = "Give its as_prior()." if hasattr(prior, "as_prior") else "Use prior_precision for independent ones."
+        raise OptionError(f"prior is a {type(prior).__name__}; expected a lapwing.priors.Gaussian. {remedy}")
+    given = [float(hyper.prior_precision[0]) != 1, bool((hyper.prior_mean != 0).any()), hyper.prior_groups is not None]
+    if len(hyper.prior_precision) > 1 or any(given):
+        raise OptionError(
+            "a prior was given, and prior_precision, prior_mean or prior_groups as well; expected one of them. A "
+            "previous posterior has all three."
+        )
+    if prior.mean.dtype != whole.dtype:
+        raise ParameterError(
+            f"the prior is of dtype {prior.mean.dtype} and the model's curvature of {whole.dtype}; expected the same. "
+            f"Convert the model, for example with model.to({prior.mean.dtype})."
+        )
+    precision = prior.base.precision().detach().reshape(-1)
+    if len(precision) > 1 and bool((precision == precision[0]).all()):
+        precision = precision[:1]
+    if len(precision) == whole.size > 1:  # one per tensor, or per module, where that is all there is to it
+        for by in ("tensor", "layer"):
+            numbers = whole.groups(by)
+            firsts = precision.new_zeros(int(numbers.max()) + 1).index_copy(0, numbers, precision)
+            if torch.equal(firsts[numbers], precision):
+                precision = firsts
+                break
+    mean = prior.mean.to(whole.device)
+    return replace(hyper, prior_precision=precision.to(whole.device), prior_mean=mean, earlier=prior.curvature)
 
 
 NAMES = ("prior_precision", "prior_mean", "sigma_noise", "temperature")

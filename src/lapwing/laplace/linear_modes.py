@@ -103,7 +103,7 @@ def check_mode(mode: Any, fitted: Fitted, hyper: HyperParameters | None, space: 
         raise ParameterError("the linear mode is that of another fit; expected one of this. Call linear_mode again.")
     if hyper is None:
         return
-    prior = hyper.prior(space)
+    prior = hyper.base(space)
     for name, ours, theirs in (
         ("prior precision", prior.precisions, mode.prior.precisions),
         ("prior mean", torch.as_tensor(prior.mean), torch.as_tensor(mode.prior.mean)),

@@ -17,7 +17,7 @@ from lapwing.laplace.data import FEW, Pairs, peek
 from lapwing.laplace.factory import Laplace
 from lapwing.laplace.hyper import invariant_groups, precisions_of
 from lapwing.laplace.names import PriorStructure, choose
-from lapwing.laplace.training_checkpoint import TrainingFile
+from lapwing.laplace.training_checkpoint import training_file
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
@@ -68,7 +68,11 @@ def marglik_training(
     random numbers torch's are kept, and not those that a model or a loader draws from `numpy` or `random`.
     """
     structure = choose(prior_structure, [known.value for known in PriorStructure], "prior_structure")
-    for name, instead in (("prior_precision", "prior_prec_init"), ("sigma_noise", "sigma_noise_init")):
+    for name, instead in (
+        ("prior_precision", "prior_prec_init"),
+        ("sigma_noise", "sigma_noise_init"),
+        ("prior", "prior_prec_init"),
+    ):
         if name in options:
             raise OptionError(f"{name} was given, which training finds; expected its start, {instead}.")
     laplace = Laplace(
@@ -100,7 +104,7 @@ def marglik_training(
             "fix_sigma_noise": fix_sigma_noise,
             "generator's seed": None if generator is None else generator.initial_seed(),
         }
-        keeper = TrainingFile.of(checkpoint, laplace.setup, checkpoint_every, **run)
+        keeper = training_file(checkpoint, laplace.setup, checkpoint_every, **run)
     space = ParamSpace.of(model)
     pairs = Pairs(train_loader, dict_key_y, space.device)
     if structure == "scale_invariant" and laplace.prior_groups is None:
@@ -108,7 +112,7 @@ def marglik_training(
         laplace.prior_groups = invariant_groups(model, take(first[0], slice(0, FEW)))
     count = precisions_of(space, laplace.prior_groups)[structure]
     laplace.prior_precision = torch.full((count,), prior_prec_init, dtype=space.dtype, device=space.device)
-    prior = laplace.prior
+    prior = laplace.hyper.base(laplace.space)
 
     def estimator(
         tangent: Tangent, distribution: Likelihood, batches: Batches, *, generator: torch.Generator | None = None

@@ -70,11 +70,12 @@ def to_mode(
         raise OptionError(f"steps is {steps!r}; expected a whole number >= 1.")
     if not 0 < tolerance < 1:
         raise OptionError(f"tolerance is {tolerance!r}; expected a number between 0 and 1.")
+    la.hyper.refuse_earlier("a search for the mode")
     given, tangent = la._tangent_for(repeated(Pairs(train_loader, la.dict_key_y, la._device)))
     pairs = [tuple(pair) for pair in given]
     points = sum(batch_size(x) for x, _ in pairs)
     likelihood = la.distribution.at_noise(float(la.sigma_noise)) if la.has_noise else la.distribution
-    prior = la.hyper.prior(tangent.space)
+    prior = la.hyper.base(tangent.space)
     scaled = prior.with_precisions(prior.precisions.detach() * float(la.temperature))
     outputs = points * Tangent(la.model, tangent.space, evaluate=True).at(pairs[0][0]).outputs
     chosen = structure or _exact(tangent.space, outputs) or la.recipe.structure

@@ -23,8 +23,8 @@ from lapwing.params import ParamSpace
 from lapwing.priors import PriorGroups
 from lapwing.serialize import pack, unpack
 
-VERSION = 2
-"""Of states whose prior has groups, which earlier versions would take for others; 1 for all the rest."""
+VERSION = 3
+"""Of states whose prior is a previous posterior; 2 where it has groups; 1 for the rest, as earlier versions read it."""
 ALWAYS = (
     "version",
     "cls_name",
@@ -48,7 +48,7 @@ def state_dict(
     `features` says that the fit was made from the features of a last layer.
     """
     state: dict[str, Tensor | int | float | str] = {
-        "version": 1 if hyper.prior_groups is None else VERSION,
+        "version": VERSION if hyper.earlier is not None else 1 if hyper.prior_groups is None else 2,
         **_fixed(setup),
         **{name: getattr(hyper, name).detach().clone() for name in NAMES},
         "n_data": 0 if fitted is None else fitted.n_data,
@@ -56,6 +56,10 @@ def state_dict(
     if hyper.prior_groups is not None:
         members = [list(group) for group in hyper.prior_groups.members]
         state["prior_groups"] = json.dumps({"structure": hyper.prior_groups.structure, "members": members})
+    if hyper.earlier is not None:
+        description, tensors = pack(hyper.earlier)
+        state["earlier"] = json.dumps(description)
+        state |= {f"earlier.{name}": tensor.clone() for name, tensor in tensors.items()}
     if fitted is None or space is None:
         return state
     description, tensors = pack(fitted.curvature)
@@ -146,6 +150,17 @@ def groups(state: Mapping[str, Any]) -> PriorGroups | None:
         raise DataError(
             f"the state has prior_groups that cannot be read ({error}); expected what state_dict() returns."
         ) from error
+
+
+def earlier(state: Mapping[str, Any], device: torch.device) -> Curvature | None:
+    """The curvature of earlier data, where the prior is a previous posterior."""
+    if "earlier" not in state:
+        return None
+    tensors = {n.removeprefix("earlier."): t.to(device) for n, t in state.items() if n.startswith("earlier.")}
+    found = unpack(json.loads(state["earlier"]), tensors)
+    if not isinstance(found, Curvature):
+        raise DataError(f"the prior of the state is a {type(found).__name__}; expected a curvature.")
+    return found
 
 
 def check_parameters(space: ParamSpace, state: Mapping[str, Any]) -> None:

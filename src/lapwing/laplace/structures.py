@@ -94,7 +94,7 @@ for _row in (
         "Kron",
         "one Kronecker product G (x) A per layer",
         estimate.kflr,
-        (linalg.Kronecker, linalg.KroneckerSum, Term, *_BLOCKS),
+        (linalg.Kronecker, linalg.KroneckerSum, linalg.MixedSum, Term, *_BLOCKS),
         options=(*_KRONECKER, "factored_damping"),
         subsets=_EVERYWHERE,
         closed=last_layer.kron,

@@ -6,24 +6,8 @@ from torch import Tensor
 
 from lapwing.errors import OptionError
 from lapwing.laplace.names import Task, choose
-from lapwing.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    Poisson,
-    Preference,
-)
-
-TASKS: dict[str, type[Likelihood]] = {
-    "regression": Gaussian,
-    "classification": Categorical,
-    "binary": Bernoulli,
-    "poisson": Poisson,
-    "heteroscedastic": HeteroscedasticGaussian,
-    "reward_modeling": Preference,
-}
+from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods.tasks import TASKS
 
 
 def likelihood_of(given: str | Likelihood) -> tuple[Likelihood, float | None]:

@@ -15,6 +15,7 @@ from lapwing.linalg.layout import MatrixLayout, Segments
 from lapwing.linalg.low_rank import LowRank
 from lapwing.linalg.row_set import RowSet
 from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece
+from lapwing.linalg.sums import MixedSum, merged_factors, total
 
 __all__ = [
     "Block",
@@ -41,11 +42,14 @@ __all__ = [
     "LookupRows",
     "LowRank",
     "MatrixLayout",
+    "MixedSum",
     "OuterRows",
     "Piece",
     "Precision",
     "RowSet",
     "Segments",
     "Term",
+    "merged_factors",
     "nearest_kronecker",
+    "total",
 ]

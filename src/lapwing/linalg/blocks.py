@@ -69,15 +69,22 @@ class Blocks(Curvature):
 
     def __add__(self, other: Curvature) -> Blocks:
         """Block by block; parameters that the data of one of the two did not reach have the blocks of the other."""
-        return self._joined(other, lambda a, b: a + b)
+        return self.joined(other, lambda a, b: a + b)
 
     def pooled(self, other: Curvature) -> Blocks:
-        return self._joined(other, lambda a, b: a.pooled(b))
+        return self.joined(other, lambda a, b: a.pooled(b))
 
     def discounted(self, share: float) -> Blocks:
         return Blocks(self.size, tuple(replace(b, curvature=b.curvature.discounted(share)) for b in self.blocks))
 
-    def _joined(self, other: Curvature, both: Callable[[Curvature, Curvature], Curvature]) -> Blocks:
+    def fits(self, other: Blocks) -> bool:
+        """Whether every block of the other is one of these, or has parameters that are in none: empty ones aside."""
+        ours, theirs = ({b.segments for b in each.blocks if not b.empty} for each in (self, other))
+        taken = sorted(interval for segments in ours | theirs for interval in segments.intervals)
+        return all(stop <= start for (_, stop), (start, _) in pairwise(taken))
+
+    def joined(self, other: Curvature, both: Callable[[Curvature, Curvature], Curvature]) -> Blocks:
+        """Block by block, `both` of two that have the same place; where one of them is empty, the other."""
         other = same_kind(self, other)
         found = {block.segments: block for block in self.blocks}
         if list(found) != [block.segments for block in other.blocks]:

@@ -6,7 +6,7 @@ independent groups of rows (grouped convolutions; K = 1 otherwise), with the bia
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -108,14 +108,24 @@ class MatrixLayout:
         return torch.cat([weight, bias], dim=-1)
 
     def scatter_add(self, matrix: Float[Tensor, "*batch groups rows width"], out: Float[Tensor, "*batch flat"]) -> None:
+        for place, part in self._parts(matrix):
+            out[..., place] += part
+
+    def scatter(self, matrix: Float[Tensor, "*batch groups rows width"], out: Float[Tensor, "*batch flat"]) -> None:
+        """In the place of what is there."""
+        for place, part in self._parts(matrix):
+            out[..., place] = part
+
+    def _parts(self, matrix: Float[Tensor, "*batch groups rows width"]) -> Iterator[tuple[slice, Tensor]]:
+        """The entries of the weight, and of the bias, in flat order."""
         lead = matrix.shape[:-3]
         weight = matrix[..., : self.cols].reshape(*lead, *(self.stored[axis] for axis in self.order))
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         weight = weight.permute(*range(len(lead)), *(len(lead) + axis for axis in back))
-        out[..., self.start : self.start + prod(self.stored)] += weight.reshape(*lead, prod(self.stored))
+        yield slice(self.start, self.start + prod(self.stored)), weight.reshape(*lead, prod(self.stored))
         if self.bias is not None:
             bias = matrix[..., self.cols].reshape(*lead, self.groups * self.rows)
-            out[..., self.bias : self.bias + self.groups * self.rows] += bias
+            yield slice(self.bias, self.bias + self.groups * self.rows), bias
 
     def moved(self, to: Segments) -> MatrixLayout:
         """The same layout in the local coordinates of `to`."""

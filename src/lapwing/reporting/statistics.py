@@ -16,6 +16,7 @@ from torch import Tensor
 from lapwing import metrics
 from lapwing.errors import CurvatureError
 from lapwing.laplace import BaseLaplace
+from lapwing.priors import Gaussian, Prior
 from lapwing.reporting.observations import Observations
 from lapwing.reporting.predictions import SOURCES, Classes, Counts, Numbers, Source
 from lapwing.reporting.words import Figures
@@ -220,14 +221,14 @@ def unfamiliar(observed: Observations, bins: int = 30) -> Figures | None:
 
 
 def evidence(la: BaseLaplace, decades: float = 4.0, count: int = 49) -> Figures | None:
-    """log Z where every prior precision is multiplied by one factor; None where a precision is zero."""
+    """log Z where every prior precision is multiplied by one factor; None where one is zero, or none of them free."""
     prior = la.prior
-    if bool((prior.precisions <= 0).any()):
+    if isinstance(prior, Gaussian) or bool((prior.precisions <= 0).any()):
         return None
     factors = torch.logspace(-decades, decades, count, dtype=torch.float64)
     with torch.no_grad():
-        values = _evidences(la, factors)
-        chosen = _evidences(la, torch.ones(1, dtype=torch.float64))[0]
+        values = _evidences(la, prior, factors)
+        chosen = _evidences(la, prior, torch.ones(1, dtype=torch.float64))[0]
     alone = len(prior.precisions) == 1
     scale = float(prior.precisions[0]) if alone else 1.0
     return {
@@ -240,13 +241,13 @@ def evidence(la: BaseLaplace, decades: float = 4.0, count: int = 49) -> Figures 
     }
 
 
-def _evidences(la: BaseLaplace, factors: Float[Tensor, " k"]) -> list[float]:
+def _evidences(la: BaseLaplace, prior: Prior, factors: Float[Tensor, " k"]) -> list[float]:
     """log Z for the prior precisions times each factor.
 
     A small full matrix is decomposed once, in float64, whatever the groups of the prior D: with the eigenvalues l of
     D^-1/2 H D^-1/2 the log-determinants differ by sum log(1 + l / factor). NaN where a posterior is singular.
     """
-    prior, hyper = la.prior, (la.sigma_noise, la.temperature)
+    hyper = la.sigma_noise, la.temperature
     if la.structure != "full" or la.space.size > DENSE:
         values = []
         for factor in factors.tolist():
@@ -267,7 +268,7 @@ def _evidences(la: BaseLaplace, factors: Float[Tensor, " k"]) -> list[float]:
 
 def effective(la: BaseLaplace) -> Figures:
     """gamma of every parameter tensor: how many of its entries the data determine."""
-    space, prior = la.space, la.prior
+    space, prior = la.space, la.hyper.base(la.space)
     present, groups = space.groups("tensor").unique(return_inverse=True)
     sizes = torch.bincount(groups)
     with torch.no_grad():

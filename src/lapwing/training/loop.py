@@ -116,26 +116,41 @@ class TrainingLoop:
 
     def epoch(self, number: int, gradient: Gradient) -> float:
         """One pass of steps; the mean of the loss over data points."""
-        total = taken = 0
-        for batch, (x, y) in enumerate(pairs(self.batches)):
-            losses: list[float] = []
 
-            def closure(x: Any = x, y: Any = y, losses: list[float] = losses) -> float:
-                self.optimiser.zero_grad()
-                with torch.enable_grad():
-                    loss, value = gradient(x, y)
-                losses.append(loss)
-                return value
-
-            with named(f"epoch {number}, batch {batch}"):
-                weight = batch_size(x)
-                self.optimiser.step(closure)
+        def stepped(loss: float) -> None:
             if self.scheduler_per_batch:
-                advance(self.scheduler, losses[0])
-            total, taken = total + weight * losses[0], taken + weight
-        if not taken:
-            raise DataError(f"the loader yields no batch in epoch {number}; expected it to start again in each epoch.")
-        return total / taken
+                advance(self.scheduler, loss)
+
+        return one_epoch(number, self.batches, self.optimiser, gradient, stepped)
+
+
+def one_epoch(
+    number: int,
+    batches: Iterable[Any],
+    optimiser: torch.optim.Optimizer,
+    gradient: Gradient,
+    stepped: Callable[[float], None],
+) -> float:
+    """A step of the optimiser per batch; the mean of the loss over data points. `stepped` is told each step's loss."""
+    total = taken = 0
+    for batch, (x, y) in enumerate(pairs(batches)):
+        losses: list[float] = []
+
+        def closure(x: Any = x, y: Any = y, losses: list[float] = losses) -> float:
+            optimiser.zero_grad()
+            with torch.enable_grad():
+                loss, value = gradient(x, y)
+            losses.append(loss)
+            return value
+
+        with named(f"epoch {number}, batch {batch}"):
+            weight = batch_size(x)
+            optimiser.step(closure)
+        stepped(losses[0])
+        total, taken = total + weight * losses[0], taken + weight
+    if not taken:
+        raise DataError(f"the loader yields no batch in epoch {number}; expected it to start again in each epoch.")
+    return total / taken
 
 
 def advance(scheduler: Any, loss: float) -> None:

@@ -8,10 +8,10 @@ Nothing of a batch is kept after it; an evaluation has the memory of one curvatu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,15 @@ from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import batch_size, call
 from lapwing.training.loop import Gradient
 from lapwing.training.prior_term import PriorTerm
+
+
+@runtime_checkable
+class Term(Protocol):
+    """A function of the weights beside the loss of the data, per data point."""
+
+    def at(self, tensors: Sequence[Tensor]) -> tuple[Float[Tensor, ""], Callable[[float], None]]:
+        """The value at these tensors, and what adds so many times the gradient to those that they hold."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,22 +58,31 @@ class Objective:
 
     def under(self, prior: Prior, sigma: float) -> Gradient:
         """Losses and gradients of batches. The gradient is scaled by T sigma^2; the loss that is returned is not."""
+        return self.with_term(self.prior_term(prior), sigma)
+
+    def with_term(
+        self, term: Term, sigma: float = 1.0, watch: Callable[[Sequence[Tensor]], None] | None = None
+    ) -> Gradient:
+        """The same with any term of the weights beside the loss of the data, whose gradient alone `watch` is shown."""
         likelihood, scale = self.at(sigma), self.temperature * sigma**2
-        term, tensors = self.prior_term(prior), self.tensors
+        tensors = self.tensors
 
         def gradient(x: Any, y: Any) -> tuple[float, float]:
             f = call(self.tangent.model, x)
             likelihood.check(f, y)
             loss = self.loss(likelihood, f, y, batch_size(x))
             with torch.no_grad():
-                value = float(loss.detach() + term.value(tensors))
+                of_weights, add_gradient = term.at(tensors)
+                value = float(loss.detach() + of_weights)
             if not isfinite(value):
                 raise DataError(
                     f"the loss is {value}; expected a finite number. Use a smaller learning rate, or check the data."
                 )
             if loss.requires_grad:  # not where a batch uses no weight at all
                 (loss if scale == 1 else loss * scale).backward()
-            term.add_gradient(tensors, scale)
+            if watch is not None:
+                watch(tensors)
+            add_gradient(scale)
             return value, value * scale
 
         return gradient

@@ -20,8 +20,9 @@ tensor([[6.]])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -63,18 +64,27 @@ class PriorTerm:
                 assert tensor.grad is not None
                 tensor.grad.add_(tensor, alpha=scale * precision)  # in one pass, without a copy
                 continue
-            slope = (self._away(tensor, mean) * precision * scale).reshape(tensor.shape).to(tensor.dtype)
-            if tensor.grad is None:
-                tensor.grad = slope
-            elif tensor.grad.is_sparse:
-                tensor.grad = slope + tensor.grad
-            else:
-                tensor.grad.add_(slope)
+            add_slope(tensor, (self._away(tensor, mean) * precision * scale).reshape(tensor.shape))
+
+    def at(self, tensors: Sequence[Tensor]) -> tuple[Float[Tensor, ""], Callable[[float], None]]:
+        """The value, and what adds so much of the gradient: what an objective asks of a term."""
+        return self.value(tensors), partial(self.add_gradient, tensors)
 
     def _away(self, tensor: Tensor, mean: float | Tensor) -> Float[Tensor, " entries"]:
         """theta - mean, in the dtype of the space."""
         away = tensor.to(self.shared.dtype).flatten()
         return away if _is_zero(mean) else away - mean
+
+
+def add_slope(tensor: Tensor, slope: Tensor) -> None:
+    """Adds to the gradient that a tensor holds, if any, in its own dtype."""
+    slope = slope.to(tensor.dtype)
+    if tensor.grad is None:
+        tensor.grad = slope
+    elif tensor.grad.is_sparse:
+        tensor.grad = slope + tensor.grad
+    else:
+        tensor.grad.add_(slope)
 
 
 def _is_zero(mean: float | Tensor) -> bool:

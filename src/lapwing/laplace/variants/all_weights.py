@@ -15,11 +15,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lapwing.errors import OptionError
 from lapwing.laplace.base import BaseLaplace
 from lapwing.laplace.hyper import Number
 from lapwing.laplace.structures import STRUCTURES
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Curvature
+from lapwing.linalg import Curvature, Diagonal
 
 
 class ParametricLaplace(BaseLaplace):
@@ -46,7 +47,8 @@ class FullLaplace(ParametricLaplace):
     @property
     def posterior_precision(self) -> Float[Tensor, "params params"]:
         scale = 1 / (self.sigma_noise**self.noise_power * self.temperature)
-        return self.H * scale + torch.diag_embed(self.prior_precision_diag)
+        total = self.H * scale + torch.diag_embed(self.prior_precision_diag)
+        return total if self.hyper.earlier is None else total + self.hyper.earlier.dense()
 
     @property
     def posterior_scale(self) -> Float[Tensor, "params params"]:
@@ -65,7 +67,16 @@ class DiagLaplace(ParametricLaplace):
 
     @property
     def posterior_precision(self) -> Float[Tensor, " params"]:
-        return self.H / (self.sigma_noise**self.noise_power * self.temperature) + self.prior_precision_diag
+        total = self.H / (self.sigma_noise**self.noise_power * self.temperature) + self.prior_precision_diag
+        earlier = self.hyper.earlier
+        if earlier is None:
+            return total
+        if not isinstance(earlier, Diagonal):
+            raise OptionError(
+                f"posterior_precision is a vector, and the prior's curvature a {type(earlier).__name__}, which is no "
+                "diagonal; expected one. Use la.posterior.precision, which has both."
+            )
+        return total + earlier.values
 
     @property
     def posterior_scale(self) -> Float[Tensor, " params"]:

@@ -109,7 +109,7 @@ class CorrectedKronecker(BlockPrior):
     def __add__(self, other: Curvature) -> CorrectedKronecker:
         """Eigenvalues add where the basis is the same; in bases of their own two such matrices have no sum."""
         other = same_kind(self, other)
-        if self.layout != other.layout or not self._same_basis(other):
+        if self.layout != other.layout or not self.same_basis(other):
             raise CurvatureError(
                 "cannot add a corrected Kronecker block in another eigenbasis or layout; expected the same, as the "
                 "eigenvalues belong to it. Fit all data at once, or the second part in the basis of the first: "
@@ -118,7 +118,8 @@ class CorrectedKronecker(BlockPrior):
         total = self.with_values([a.values + b.values for a, b in zip(self.parts, other.parts, strict=True)])
         return replace(total, power=min(self.power, other.power))
 
-    def _same_basis(self, other: CorrectedKronecker) -> bool:
+    def same_basis(self, other: CorrectedKronecker) -> bool:
+        """Whether the eigenvectors are the same, so that eigenvalues add."""
         ours, theirs = self.columns + self.apart, other.columns + other.apart
         if [(each.start, each.values.shape) for each in ours] != [(each.start, each.values.shape) for each in theirs]:
             return False

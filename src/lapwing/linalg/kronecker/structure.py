@@ -305,6 +305,15 @@ class KroneckerSum(Curvature):
         return basis.with_values([_diagonal_in(part, terms) for part in basis.parts]).averaged()
 
     @property
+    def norm(self) -> float:
+        """The Frobenius norm."""
+        return max(_inner(self.parts, self.parts), 0.0) ** 0.5
+
+    def distance(self, product: Kronecker) -> float:
+        """Frobenius distance of a product from the sum."""
+        return max(_distance(self.parts, product), 0.0) ** 0.5
+
+    @property
     def merge_error(self) -> float:
         """Relative distance, in Frobenius norm, of `decomposed` from the sum."""
         found, whole = self.decomposed, float(_inner(self.parts, self.parts))
