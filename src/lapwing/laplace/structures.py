@@ -173,6 +173,15 @@ for _row in (
         closed=last_layer.blocks,
         hessian="blocks",
     ),
+    Structure(
+        "matrix_free",
+        "MatrixFree",
+        "nothing but the data and the network, which every result goes over again (Krylov methods)",
+        estimate.matrix_free,
+        (),
+        options=("preconditioner", "tolerance", "iterations", "probes", "steps", "block"),
+        subsets=("all", "subnetwork"),
+    ),
 ):
     register(_row)
 

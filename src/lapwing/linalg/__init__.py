@@ -13,6 +13,7 @@ from lapwing.linalg.kronecker.precision import KroneckerPrecision
 from lapwing.linalg.kronecker.structure import Kronecker, KroneckerSum
 from lapwing.linalg.layout import MatrixLayout, Segments
 from lapwing.linalg.low_rank import LowRank
+from lapwing.linalg.matrix_free import Effort, MatrixFree, MatrixFreePrecision, Products
 from lapwing.linalg.row_set import RowSet
 from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece
 
@@ -29,6 +30,7 @@ __all__ = [
     "DiagonalPrecision",
     "Dual",
     "DualPrecision",
+    "Effort",
     "EigenColumns",
     "EigenPrecision",
     "FactoredPrecision",
@@ -40,10 +42,13 @@ __all__ = [
     "LinearMap",
     "LookupRows",
     "LowRank",
+    "MatrixFree",
+    "MatrixFreePrecision",
     "MatrixLayout",
     "OuterRows",
     "Piece",
     "Precision",
+    "Products",
     "RowSet",
     "Segments",
     "Term",
