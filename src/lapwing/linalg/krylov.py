@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,6 +28,8 @@ from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
 """A symmetric matrix as what it does to k vectors [k, P]."""
+Nodes = tuple[Tensor, Tensor]
+"""Nodes and weights [k, m] of a quadrature for each of k vectors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,34 +117,40 @@ class Tridiagonal:
     beside: Float[Tensor, "k m"]
     squares: Float[Tensor, " k"]
 
-    def nodes(self, lowest: float | None = None) -> tuple[Float[Tensor, "k nodes"], Float[Tensor, "k nodes"]]:
-        """Nodes and weights with b^T f(A) b = sum weight f(node): Gauss' rule, exact for polynomials up to 2 m - 1.
+    @cached_property
+    def gauss(self) -> Nodes:
+        """Nodes and weights [k, m] with b^T f(A) b = sum weight f(node), exact for polynomials up to 2 m - 1."""
+        return self._nodes(self._matrix)
 
-        With `lowest`, which no eigenvalue of A is below, Radau's rule of one more node, at `lowest`. Where the even
-        derivatives of f have one sign and the odd ones the other (1 / x, log x), the truth lies between the two.
+    @cached_property
+    def radau(self) -> Nodes:
+        """The same with one more node at zero, for a positive semi-definite A.
+
+        Where even derivatives of f have one sign and odd ones the other, as those of 1 / x and log x, the truth lies
+        between the two rules.
         """
-        matrix = torch.diag_embed(self.diagonal)
-        inner = self.beside[:, :-1]
-        matrix += torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
-        if lowest is not None:
-            matrix = self._with_node(matrix, lowest)
-        values, vectors = torch.linalg.eigh(matrix)
-        return values, self.squares[:, None] * vectors[:, 0].square()
-
-    def _with_node(self, matrix: Tensor, lowest: float) -> Tensor:
+        matrix, last = self._matrix, self.beside[:, -1]
         count, steps = self.diagonal.shape
-        # just below `lowest`: at an eigenvalue the system would be singular
-        lowest -= 1e-12 * float(self.diagonal.abs().max() + self.beside.abs().max())
+        # just below zero: at an eigenvalue the system would be singular
+        lowest = -1e-15 * float(self.diagonal.abs().max() + self.beside.abs().max())
         eye = torch.eye(steps, dtype=matrix.dtype, device=matrix.device)
-        last = self.beside[:, -1]
         out = matrix.new_zeros(count, steps, 1)
         out[:, -1, 0] = last.square()
-        ending = torch.linalg.solve(matrix - lowest * eye, out)[:, -1, 0]
+        ending = torch.linalg.solve(matrix - (lowest or -1.0) * eye, out)[:, -1, 0]
         larger = matrix.new_zeros(count, steps + 1, steps + 1)
         larger[:, :steps, :steps] = matrix
         larger[:, steps, steps] = lowest + ending
         larger[:, steps, steps - 1] = larger[:, steps - 1, steps] = last
-        return larger
+        return self._nodes(larger)
+
+    @property
+    def _matrix(self) -> Float[Tensor, "k m m"]:
+        inner = self.beside[:, :-1]
+        return torch.diag_embed(self.diagonal) + torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
+
+    def _nodes(self, matrix: Float[Tensor, "k n n"]) -> Nodes:
+        values, vectors = torch.linalg.eigh(matrix)
+        return values.clamp_min(0), self.squares[:, None] * vectors[:, 0].square()
 
 
 def lanczos(

@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from lapwing.errors import CurvatureError, LapwingWarning
 from lapwing.linalg.checks import check_precisions, check_prior, check_scale, normal
 from lapwing.linalg.contracts import Curvature, LinearMap, Multiple, Precision, check_groups, same_kind
-from lapwing.linalg.krylov import Product, Solution, Tridiagonal, conjugate_gradients, lanczos
+from lapwing.linalg.krylov import Nodes, Product, Solution, Tridiagonal, conjugate_gradients, lanczos
 from lapwing.linalg.row_set import Adjoint
 from lapwing.linalg.rows import Piece, assemble
 
@@ -126,8 +126,8 @@ class SummedProducts(Products):
 class Effort:
     """How much work goes into a result.
 
-    `tolerance` is the relative residual of a solve, and the relative width of the bracket of a quadrature; `iterations`
-    the most products that a solve takes, `steps` those of a decomposition, `probes` the vectors that traces are taken
+    `tolerance` is the relative residual of a solve, and the relative width of the bracket of a quadrature, or 100 times
+    the rounding of the dtype where that is more; `iterations` the most products that a solve takes, `steps` those of a decomposition, `probes` the vectors that traces are taken
     with, `seed` their random numbers, and `block` how many systems are solved at once (None: by memory).
     """
 
@@ -147,6 +147,10 @@ class Effort:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise CurvatureError(f"{name} is {value!r}; expected a whole number >= {least}.")
+
+    def within(self, dtype: torch.dtype) -> float:
+        """The tolerance that a dtype allows."""
+        return max(self.tolerance, 100 * torch.finfo(dtype).eps)
 
     def columns(self, products: Products) -> int:
         """How many systems are solved at once."""
@@ -241,9 +245,9 @@ class MatrixFree(Curvature):
         delta = check_prior(precision, self.size, self.products.like)
         if bool((delta == 0).any()):
             raise CurvatureError(
-                "the prior precision is 0, so curvature + prior may be singular, and products do not tell; expected "
-                "numbers > 0, which also bound the error of every solve. Use a larger prior precision, or the full "
-                "structure if the data determine every parameter."
+                "the prior precision is 0, so curvature + prior is not positive definite for all that products tell of "
+                "it; expected numbers > 0, which also bound the error of every solve. Use a larger prior precision, or "
+                "the full structure if the data determine every parameter."
             )
         scale = self.scale
         if not bool(torch.isfinite(scale)) or bool(scale < 0):
@@ -308,6 +312,10 @@ class MatrixFreePrecision(Precision):
     def effort(self) -> Effort:
         return self.curvature.effort
 
+    @property
+    def tolerance(self) -> float:
+        return self.effort.within(self.delta.dtype)
+
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return self.scale * self.curvature.mv(v) + self.delta * v
 
@@ -322,7 +330,7 @@ class MatrixFreePrecision(Precision):
             return scale * self.curvature.products.mv(u) + delta * u
 
         found = [
-            conjugate_gradients(product, block, self._precondition, effort.tolerance, effort.iterations)
+            conjugate_gradients(product, block, self._precondition, self.tolerance, effort.iterations)
             for block in v.detach().to(self.curvature.products.like).split(effort.columns(self.curvature.products))
         ]
         if len(found) == 1:
@@ -350,7 +358,7 @@ class MatrixFreePrecision(Precision):
         if not bool(found.converged.all()):
             warnings.warn(
                 f"{int((~found.converged).sum())} of {len(v)} systems for {what} were not solved: the relative residual "
-                f"is {found.worst:.1e} after {found.products} products, and tolerance {self.effort.tolerance:.1e}. "
+                f"is {found.worst:.1e} after {found.products} products, and tolerance {self.tolerance:.1e}. "
                 "Allow more iterations, a larger tolerance or prior precision, another preconditioner, or float64.",
                 LapwingWarning,
                 stacklevel=3,
@@ -397,25 +405,31 @@ class MatrixFreePrecision(Precision):
     def _differentiated(self, rows: Tensor) -> bool:
         return torch.is_grad_enabled() and any(t.requires_grad for t in (rows, self.scale, self.delta))
 
-    @torch.no_grad()
     def swept(self, rows: Float[Tensor, "n r params"], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
-        """b^T (scale H + p)^-1 b for every row and each of k isotropic precisions; `delta` is the smallest."""
-        scale, tolerance = self.scale.double(), self.effort.tolerance
+        """b^T (scale H + p)^-1 b for every row and each of k isotropic precisions; `delta` is the smallest.
 
-        def values(found: Tridiagonal, lowest: float | None, over: Tensor) -> Tensor:
-            nodes, weights = found.nodes(lowest)
-            return (weights / (scale * nodes.clamp_min(0) + over[:, None, None])).sum(-1)
+        Differentiable in the precisions and in the scale, not in the rows.
+        """
+        scale, tolerance = self.scale.double(), self.tolerance
+
+        def values(rule: Nodes, over: Tensor) -> Tensor:
+            nodes, weights = rule
+            return (weights / (scale * nodes + over[:, None, None])).sum(-1)
 
         def width(found: Tridiagonal) -> float:
-            low, high = (values(found, lowest, self.delta.double().reshape(1)) for lowest in (None, 0.0))
+            low, high = (values(rule, self.delta.double().reshape(1)) for rule in (found.gauss, found.radau))
             return float(((high - low) / high.clamp_min(torch.finfo(high.dtype).tiny)).max())
 
-        flat, effort = rows.flatten(0, 1), self.effort
-        found = [
-            lanczos(self.curvature.products.mv, block, effort.iterations, lambda t: width(t) <= tolerance)
-            for block in flat.split(effort.columns(self.curvature.products))
-        ]
-        worst = max(map(width, found))
+        flat, effort = rows.detach().flatten(0, 1), self.effort
+        with torch.no_grad():
+            found = [
+                lanczos(self.curvature.products.mv, block, effort.iterations, lambda t: width(t) <= tolerance)
+                for block in flat.split(effort.columns(self.curvature.products))
+            ]
+            worst = max(map(width, found))
+            largest = max(float(each.gauss[0].max()) for each in found)
+            # eigenvalues are known to the rounding of the largest, and so is a bracket
+            tolerance = max(tolerance, 100 * torch.finfo(scale.dtype).eps * largest * float(scale / self.delta))
         if worst > tolerance:
             warnings.warn(
                 f"variances under prior precisions from {float(precisions.min()):.3g} on are known to a relative "
@@ -424,7 +438,7 @@ class MatrixFreePrecision(Precision):
                 LapwingWarning,
                 stacklevel=3,
             )
-        return torch.cat([values(each, None, precisions) for each in found], 1).unflatten(1, rows.shape[:2])
+        return torch.cat([values(each.gauss, precisions) for each in found], 1).unflatten(1, rows.shape[:2])
 
     def variance(self) -> Float[Tensor, " params"]:
         if self.size > SPELLED_OUT:
@@ -512,11 +526,11 @@ class MatrixFreePrecision(Precision):
         found = self._whitened if delta is None else self.curvature.spectrum
         scale = self.scale.double() / (1 if delta is None else delta.double())
 
-        def each(lowest: float | None) -> Tensor:
-            nodes, weights = found.nodes(lowest)
-            return (weights * function(scale * nodes.clamp_min(0))).sum(1)
+        def each(rule: Nodes) -> Tensor:
+            nodes, weights = rule
+            return (weights * function(scale * nodes)).sum(1)
 
-        high, low = each(None), each(0.0).detach()
+        high, low = each(found.gauss), each(found.radau).detach()
         error, width = self._error(high.detach()), (high.detach() - low).sum().abs()
         return Estimate(*(value.to(self.delta.dtype) for value in (high.sum(), error, width)))
 
@@ -533,12 +547,12 @@ class MatrixFreePrecision(Precision):
         prior = self.delta.double().log().sum() if self.delta.dim() else self.size * self.delta.double().log()
         value = (prior.to(self.delta.dtype) if delta is not None else prior.detach().to(self.delta.dtype)) + found.value
         found = Estimate(value, found.standard_error, found.truncation)
-        within = max(self.effort.tolerance * float(value.detach().abs()), float(found.standard_error))
+        within = max(self.tolerance * float(value.detach().abs()), float(found.standard_error))
         if float(found.truncation) > within:
             warnings.warn(
                 f"the log-determinant {float(value.detach()):.6g} may be too large by {float(found.truncation):.3g} "
                 f"after {self.effort.steps} steps of Lanczos, more than its standard error "
-                f"{float(found.standard_error):.3g} and than tolerance {self.effort.tolerance:.1e} of it. Allow more "
+                f"{float(found.standard_error):.3g} and than tolerance {self.tolerance:.1e} of it. Allow more "
                 "steps, or a larger prior precision.",
                 LapwingWarning,
                 stacklevel=3,
