@@ -268,7 +268,7 @@ def matrix_free(rows: int, near: bool = False) -> Callable[[Generator], Case]:
     def make(generator: Generator, size: int = 8) -> Case:
         found = normal(generator, rows, size)
         matrix = found.mT @ found
-        effort = Effort(1e-13, probes=size)
+        effort = Effort(1e-12, probes=size)
         return Case(MatrixFree(DenseProducts(found), effort, Diagonal(matrix.diagonal()) if near else None), matrix)
 
     return make

@@ -4,7 +4,8 @@ A fit is one pass, for the preconditioner. What comes after it, a solve, a draw 
 once per iteration: the loader and the model are kept, and have to stay what they are. The order of the data may change,
 their number and the log-likelihood of the network may not; every pass compares them.
 
-A product with k vectors shares the forward pass of a batch, and costs about 3 k backward passes.
+A product with k vectors shares the forward pass of a batch. It costs about 3 k backward passes (J v, then J^T H J v),
+or as many as H has columns, whatever k is, where that is less and the rows of J come in factored form.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lapwing.estimate.kronecker import kflr
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Effort, MatrixFree, Products
 from lapwing.linalg.checks import normal
+from lapwing.linalg.rows import push
 from lapwing.tangent import Linearisation, Tangent
 
 PRECONDITIONERS: dict[str, Callable[..., Curvature] | None] = {"none": None, "diagonal": diagonal, "kron": kflr}
@@ -117,9 +119,26 @@ class DataProducts(Products):
     def mv(self, v: Float[Tensor, "k params"]) -> Float[Tensor, "k params"]:
         total = torch.zeros_like(v)
         for linear, y in self._pass():
-            for number, each in enumerate(v):
-                total[number] += linear.rmv(self._curved(linear, y, linear.mv(each)))
+            columns = self._columns(linear, y)
+            if columns.count <= 3 * len(v) and self._factored(linear):
+                self._by_rows(linear, columns, v, total)
+            else:
+                for number, each in enumerate(v):
+                    total[number] += linear.rmv(self._curved(linear, y, linear.mv(each)))
         return total
+
+    def _factored(self, linear: Linearisation) -> bool:
+        """Whether rows of J come as factors: those of other parameters, and of parts of tensors, would be [B, P]."""
+        return not (linear.record.opaque or linear.record.derived or self.tangent.space.index is not None)
+
+    def _by_rows(self, linear: Linearisation, columns: Columns, v: Tensor, total: Tensor) -> None:
+        """R^T R v added to `total`, by rows R = S^T J in factored form: a backward pass per column, for any number k."""
+        step = max(1, self.tangent.budget // 8 // max(1, linear.cotangent_bytes))
+        for chunk in columns.chunked(step):
+            pieces = linear.pull(chunk.to(v))
+            along = push(pieces, v, self.tangent.budget)
+            for piece in pieces:
+                piece.pull(along, total)
 
     def _curved(self, linear: Linearisation, y: Tensor, u: Float[Tensor, "batch *out"]) -> Float[Tensor, "batch *out"]:
         """H u at the outputs of a batch."""
