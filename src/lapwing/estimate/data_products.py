@@ -25,7 +25,7 @@ from lapwing.estimate.kronecker import kflr
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Effort, MatrixFree, Products
 from lapwing.linalg.checks import normal
-from lapwing.linalg.rows import push
+from lapwing.linalg.rows import Piece, push
 from lapwing.tangent import Linearisation, Tangent
 
 PRECONDITIONERS: dict[str, Callable[..., Curvature] | None] = {"none": None, "diagonal": diagonal, "kron": kflr}
@@ -121,7 +121,10 @@ class DataProducts(Products):
         for linear, y in self._pass():
             columns = self._columns(linear, y)
             if columns.count <= 3 * len(v) and self._factored(linear):
-                self._by_rows(linear, columns, v, total)
+                for pieces in self._pulled(linear, columns):
+                    along = push(pieces, v, self.tangent.budget)
+                    for piece in pieces:
+                        piece.pull(along, total)
             else:
                 for number, each in enumerate(v):
                     total[number] += linear.rmv(self._curved(linear, y, linear.mv(each)))
@@ -131,14 +134,11 @@ class DataProducts(Products):
         """Whether rows of J come as factors: those of other parameters, and of parts of tensors, would be [B, P]."""
         return not (linear.record.opaque or linear.record.derived or self.tangent.space.index is not None)
 
-    def _by_rows(self, linear: Linearisation, columns: Columns, v: Tensor, total: Tensor) -> None:
-        """R^T R v added to `total`, by rows R = S^T J in factored form: a backward pass per column, for any number k."""
+    def _pulled(self, linear: Linearisation, columns: Columns) -> Iterator[list[Piece]]:
+        """Rows R = S^T J of a batch in factored form, R^T R = J^T H J: a backward pass per column."""
         step = max(1, self.tangent.budget // 8 // max(1, linear.cotangent_bytes))
         for chunk in columns.chunked(step):
-            pieces = linear.pull(chunk.to(v))
-            along = push(pieces, v, self.tangent.budget)
-            for piece in pieces:
-                piece.pull(along, total)
+            yield linear.pull(chunk.to(self.like))
 
     def _curved(self, linear: Linearisation, y: Tensor, u: Float[Tensor, "batch *out"]) -> Float[Tensor, "batch *out"]:
         """H u at the outputs of a batch."""
@@ -155,10 +155,17 @@ class DataProducts(Products):
         """sum_n J_n^T S_n eps_n with S S^T = H: its covariance is J^T H J."""
         total = self.like.new_zeros(n, self.size)
         for linear, y in self._pass():
+            columns = self._columns(linear, y)
+            if columns.count <= n and self._factored(linear):
+                for pieces in self._pulled(linear, columns):
+                    eps = normal((n, linear.batch, pieces[0].shape[0]), self.like, generator)
+                    for piece in pieces:
+                        piece.pull(eps, total)
+                continue
             noise = linear.value.new_zeros(n, *linear.value.shape)
-            for chunk in self._columns(linear, y).chunked(_CHUNK):
-                eps = normal((n, len(chunk), linear.batch), self.like, generator)
-                noise += torch.einsum("n r b, r b ... -> n b ...", eps, chunk.to(eps))
+            for chunk in columns.chunked(_CHUNK):
+                eps = normal((n, linear.batch, len(chunk)), self.like, generator)
+                noise += torch.einsum("n b r, r b ... -> n b ...", eps, chunk.to(eps))
             for number, each in enumerate(noise):
                 total[number] += linear.rmv(each)
         return total

@@ -166,7 +166,7 @@ def lanczos(
     before, beta = torch.zeros_like(current), torch.zeros_like(norms)
     diagonal, beside = [], []
     live, largest = norms > 0, torch.zeros_like(norms)
-    for number in range(min(steps, starts.shape[1])):
+    for number in range(steps):
         image = product(current) - beta[:, None].to(starts) * before
         alpha = (image * current).sum(1).double()
         image = image - alpha[:, None].to(starts) * current
