@@ -23,7 +23,7 @@ from lapwing.linalg.matrix_free import MatrixFreePrecision
 from lapwing.tangent import Tangent
 from unchanged import unchanged
 
-TIGHT: dict[str, Any] = {"tolerance": 1e-12, "probes": 40, "steps": 40}
+TIGHT: dict[str, Any] = {"tolerance": 1e-12, "probes": 31, "steps": 34}
 """Solved to rounding, with as many probes as there are parameters: nothing is random."""
 
 
@@ -36,7 +36,7 @@ def net(outputs: int = 3, dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).to(dtype)
 
 
-def data(task: str, n: int = 24, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
+def data(task: str, n: int = 24, dtype: torch.dtype = torch.float64, cut: int = 24) -> list[tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(1)
     x = torch.randn(n, 3, generator=g, dtype=torch.float64).to(dtype)
     y = {
@@ -44,7 +44,7 @@ def data(task: str, n: int = 24, dtype: torch.dtype = torch.float64) -> list[tup
         "regression": torch.randn(n, 3, generator=g, dtype=torch.float64).to(dtype),
         "poisson": torch.poisson(torch.full((n, 3), 2.0), generator=g).to(dtype),
     }[task]
-    return [(x[:15], y[:15]), (x[15:], y[15:])]
+    return [(x[:cut], y[:cut]), (x[cut:], y[cut:])] if cut < n else [(x, y)]
 
 
 def made(task: str, structure: str = "matrix_free", dtype: torch.dtype = torch.float64, **options: Any) -> BaseLaplace:
@@ -87,7 +87,7 @@ def test_products_are_those_of_the_dense_matrix(name: str) -> None:
 
 @pytest.mark.parametrize("cotangents", [estimate.fisher, empirical])
 def test_products_of_the_fisher_and_of_the_empirical_one(cotangents: Any) -> None:
-    tangent, batches = Tangent(net()), data("classification")
+    tangent, batches = Tangent(net()), data("classification", cut=15)
     dense = estimate.full(tangent, Categorical(), batches, cotangents=cotangents).dense()
     found = estimate.matrix_free(tangent, Categorical(), batches, cotangents=cotangents)
     close(found.dense(), dense)
@@ -114,7 +114,7 @@ def test_draws_of_the_data_noise_have_the_curvature_as_covariance() -> None:
     [("regression", "scalar"), ("classification", "layerwise"), ("poisson", "diag"), ("regression", "layerwise")],
 )
 def test_everything_is_as_in_the_full_posterior(task: str, prior: str) -> None:
-    """Noise, temperature, prior mean and any prior: covariances, evidence and effective dimension at a relative 1e-9."""
+    """Noise, temperature, prior mean and any prior: covariances, evidence, effective dimension at a relative 1e-9."""
     common: dict[str, Any] = {"temperature": 1.7, "prior_mean": 0.3}
     if task == "regression":
         common["sigma_noise"] = 0.6
@@ -172,7 +172,7 @@ def test_samples_of_the_weights_have_the_covariance_of_the_full_posterior() -> N
 
 @pytest.mark.parametrize("method", ["marglik", "em"])
 def test_the_prior_that_the_evidence_prefers_is_that_of_the_full_posterior(method: str) -> None:
-    found, full = made("regression", **TIGHT | {"tolerance": 1e-6}), made("regression", "full")
+    found, full = made("regression", tolerance=1e-6, probes=31, steps=34), made("regression", "full")
     for la in (found, full):
         la.optimize_prior_precision(method=method)
     close(found.prior_precision, full.prior_precision, rtol=1e-3)
@@ -204,7 +204,7 @@ def test_a_grid_of_precisions_costs_one_run_per_batch() -> None:
 
 def test_data_that_are_added_count_as_if_they_had_been_there() -> None:
     whole, parts = made("classification", **TIGHT), Laplace(net(), "classification", "all", "matrix_free", **TIGHT)
-    first, second = data("classification")
+    first, second = data("classification", cut=15)
     parts.fit([first])
     parts.fit([second], override=False)
     assert parts.n_data == whole.n_data
@@ -233,7 +233,7 @@ def test_an_iterator_is_refused() -> None:
 
 
 def test_other_data_or_weights_than_those_of_the_fit_are_refused() -> None:
-    model, kept = net(), data("classification")
+    model, kept = net(), data("classification", cut=15)
     la = Laplace(model, "classification", "all", "matrix_free")
     la.fit(kept)
     la.sample(1)
@@ -259,14 +259,19 @@ def test_files_and_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="matrix_free"):
         la.state_dict()
     assert not list(tmp_path.iterdir())
-    with pytest.raises(OptionError, match=r"'matrix_free' posterior cannot be fitted with a checkpoint.*Leave checkpoint"):
+    with pytest.raises(
+        OptionError, match=r"'matrix_free' posterior cannot be fitted with a checkpoint.*Leave checkpoint"
+    ):
         la.fit(data("classification"), checkpoint=tmp_path / "c")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preconditioner": "cholesky"}, r"preconditioner is 'cholesky'; expected one of \['none', 'diagonal', 'kron'\]"),
+        (
+            {"preconditioner": "cholesky"},
+            r"preconditioner is 'cholesky'; expected one of .*'diagonal', 'kron'",
+        ),
         ({"tolerance": 2.0}, "tolerance is 2.0; expected"),
         ({"probes": 0}, "probes is 0; expected a whole number"),
         ({"estimator": "mc"}, "cotangents that are drawn; expected the same matrix in every pass"),
@@ -287,7 +292,7 @@ def test_a_zero_prior_is_refused() -> None:
 def test_the_seed_of_the_probes_comes_from_the_generator() -> None:
     values = []
     for seed in (None, 4, 4, 5):
-        la = Laplace(net(), "poisson", "all", "matrix_free", probes=2, steps=40)
+        la = Laplace(net(), "poisson", "all", "matrix_free", 1.0, 30.0, probes=2, steps=20)
         la.fit(data("poisson"), generator=None if seed is None else torch.Generator().manual_seed(seed))
         values.append(float(la.log_marginal_likelihood()))
     assert values[1] == values[2] != values[3]

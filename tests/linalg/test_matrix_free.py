@@ -74,7 +74,7 @@ def test_the_variance_lies_within_its_bounds_which_shrink_with_every_iteration(p
     before = torch.full_like(truth, torch.inf)
     for iterations in (2, 5, 10, 20, 40, 80):
         precision = made(Effort(1e-14, iterations))[0].with_prior(delta)
-        with pytest.warns(LapwingWarning, match=r"5 of 5 systems for a variance were not solved.*Allow more iterations"):
+        with pytest.warns(LapwingWarning, match=r"5 of 5 systems for a variance were not solved.*more iterations"):
             found = precision._bounded(b.unsqueeze(0))
         value, excess = found.value[0], found.excess[0]
         assert bool((value <= truth * (1 + 1e-10)).all())
@@ -187,7 +187,7 @@ def test_draws_solve_for_noise_with_the_covariance_of_the_precision() -> None:
 
 def test_a_decomposition_that_is_too_short_is_said() -> None:
     curvature, _ = made(Effort(1e-8, probes=200, steps=3))
-    with pytest.warns(LapwingWarning, match=r"log-determinant .* may be too large by .* after 3 steps.*Allow more steps"):
+    with pytest.warns(LapwingWarning, match=r"may be too large by .* after 3 steps.*Allow more steps"):
         curvature.with_prior(1e-3).logdet()
     curvature, _ = made(Effort(1e-8, iterations=3))
     pieces = [DenseRows(0, normal(generator(2), 1, 4, SIZE))]

@@ -1,6 +1,6 @@
-"""matrix_free: the GGN or Fisher by its products over the data, J^T H J v. Memory: a few vectors [P], one batch's graph.
+"""matrix_free: the GGN or Fisher by its products over the data, J^T H J v. Memory: a few vectors [P], a batch's graph.
 
-A fit is one pass, for the preconditioner. What comes after it, a solve, a draw or a log-determinant, goes over the data
+A fit is one pass, which a preconditioner is estimated in, if there is to be one. What comes after it, a solve, a draw or a log-determinant, goes over the data
 once per iteration: the loader and the model are kept, and have to stay what they are. The order of the data may change,
 their number and the log-likelihood of the network may not; every pass compares them.
 
@@ -39,7 +39,7 @@ def matrix_free(
     *,
     cotangents: Cotangents = exact,
     generator: torch.Generator | None = None,
-    preconditioner: str = "diagonal",
+    preconditioner: str = "none",
     tolerance: float | None = None,
     iterations: int = Effort.iterations,
     probes: int = Effort.probes,
@@ -49,13 +49,13 @@ def matrix_free(
     """sum_n J_n^T H_n J_n as a `MatrixFree`, which keeps the tangent and the batches, and goes over them again.
 
     `preconditioner` is "none" (the prior alone), "diagonal" or "kron"; it changes how often the data are read, and no
-    result. The others are those of `linalg.Effort`; `tolerance` is 1e-8 in float64 and 1e-3 in float32 unless given.
+    result: measured, "none" reads them least often (docs/decisions/0019). The others are those of `linalg.Effort`; `tolerance` is 1e-8 in float64 and 1e-3 in float32 unless given.
     The `generator` gives the seed of the probes, 0 without one.
     """
     if cotangents not in (exact, fisher, empirical):
         raise CurvatureError(
-            "matrix_free was asked for cotangents that are drawn; expected the same matrix in every pass: exact, fisher "
-            "or empirical. Leave the estimator out, or use a structure that is summed up in one pass."
+            "matrix_free was asked for cotangents that are drawn; expected the same matrix in every pass: exact, "
+            "fisher or empirical. Leave the estimator out, or use a structure that is summed up in one pass."
         )
     if preconditioner not in PRECONDITIONERS:
         raise CurvatureError(f"preconditioner is {preconditioner!r}; expected one of {list(PRECONDITIONERS)}.")

@@ -26,6 +26,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lapwing.errors import CurvatureError
+
 Product = Callable[[Tensor], Tensor]
 """A symmetric matrix as what it does to k vectors [k, P]."""
 Nodes = tuple[Tensor, Tensor]
@@ -34,7 +36,7 @@ Nodes = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """`value` [k, P], and what it leaves: `residual` is b - A x, computed afresh, `relative` its norm over that of b."""
+    """`value` [k, P], and what it leaves: `residual` is b - A x, found afresh, `relative` its norm over that of b."""
 
     value: Float[Tensor, "k params"]
     residual: Float[Tensor, "k params"]
@@ -164,7 +166,7 @@ def lanczos(
     eps = torch.finfo(starts.dtype).eps
     current = starts / norms.clamp_min(torch.finfo(starts.dtype).tiny)[:, None].to(starts)
     before, beta = torch.zeros_like(current), torch.zeros_like(norms)
-    diagonal, beside = [], []
+    diagonal, beside, found = [], [], None
     live, largest = norms > 0, torch.zeros_like(norms)
     for number in range(steps):
         image = product(current) - beta[:, None].to(starts) * before
@@ -181,6 +183,8 @@ def lanczos(
             break
         inverse = torch.where(live, 1 / fresh, 0.0)[:, None].to(starts)
         before, current = current, image * inverse
+    if found is None:
+        raise CurvatureError(f"Lanczos was asked for {steps} steps; expected at least 1.")
     return found
 
 

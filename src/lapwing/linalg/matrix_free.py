@@ -127,8 +127,9 @@ class Effort:
     """How much work goes into a result.
 
     `tolerance` is the relative residual of a solve, and the relative width of the bracket of a quadrature, or 100 times
-    the rounding of the dtype where that is more; `iterations` the most products that a solve takes, `steps` those of a decomposition, `probes` the vectors that traces are taken
-    with, `seed` their random numbers, and `block` how many systems are solved at once (None: by memory).
+    the rounding of the dtype where that is more; `iterations` the most products that a solve takes, `steps` those of a
+    decomposition, `probes` the vectors that traces are taken with, `seed` their random numbers, and `block` how many
+    systems are solved at once (None: by memory).
     """
 
     tolerance: float
@@ -335,8 +336,8 @@ class MatrixFreePrecision(Precision):
         ]
         if len(found) == 1:
             return found[0]
-        joined = (torch.cat([getattr(each, name) for each in found]) for name in _JOINED)
-        return Solution(*joined, sum(each.products for each in found))
+        joined = {name: torch.cat([getattr(each, name) for each in found]) for name in _JOINED}
+        return Solution(**joined, products=sum(each.products for each in found))
 
     @cached_property
     def _precondition(self) -> Product:
@@ -357,8 +358,8 @@ class MatrixFreePrecision(Precision):
         found = self.solved(v)
         if not bool(found.converged.all()):
             warnings.warn(
-                f"{int((~found.converged).sum())} of {len(v)} systems for {what} were not solved: the relative residual "
-                f"is {found.worst:.1e} after {found.products} products, and tolerance {self.tolerance:.1e}. "
+                f"{int((~found.converged).sum())} of {len(v)} systems for {what} were not solved: the relative "
+                f"residual is {found.worst:.1e} after {found.products} products, and tolerance {self.tolerance:.1e}. "
                 "Allow more iterations, a larger tolerance or prior precision, another preconditioner, or float64.",
                 LapwingWarning,
                 stacklevel=3,
@@ -390,9 +391,7 @@ class MatrixFreePrecision(Precision):
 
     def bounded_variances(self, linear_map: LinearMap) -> Bounded:
         """`variances`, with what each may be too small by."""
-        parts = [
-            self._bounded(rows) for part in linear_map.parts() for rows in _rows(part.pieces(), self.curvature)
-        ]
+        parts = [self._bounded(rows) for part in linear_map.parts() for rows in _rows(part.pieces(), self.curvature)]
         return Bounded(torch.cat([part.value for part in parts]), torch.cat([part.excess for part in parts]))
 
     def _bounded(self, rows: Float[Tensor, "n r params"]) -> Bounded:
@@ -432,9 +431,9 @@ class MatrixFreePrecision(Precision):
             tolerance = max(tolerance, 100 * torch.finfo(scale.dtype).eps * largest * float(scale / self.delta))
         if worst > tolerance:
             warnings.warn(
-                f"variances under prior precisions from {float(precisions.min()):.3g} on are known to a relative "
-                f"{worst:.1e} after {found[0].diagonal.shape[1]} products, and tolerance is {tolerance:.1e}. Allow more "
-                "iterations or a larger tolerance, or leave the smallest precisions out.",
+                f"variances under prior precisions from {float(precisions.min()):.3g} on are known to a "
+                f"relative {worst:.1e} after {found[0].diagonal.shape[1]} products, and tolerance is {tolerance:.1e}. "
+                "Allow more iterations or a larger tolerance, or leave the smallest precisions out.",
                 LapwingWarning,
                 stacklevel=3,
             )
@@ -481,7 +480,9 @@ class MatrixFreePrecision(Precision):
         if groups is not None:
             check_groups(groups, self.size)
         if self._one_number is not None and (groups is None or not bool(groups.any())):
-            found = self._summed(lambda t: t / (1 + t), self._one_number)  # gamma, the parameters that the data determine
+            found = self._summed(
+                lambda t: t / (1 + t), self._one_number
+            )  # gamma, the parameters that the data determine
             trace = (self.size - found.value) / self._one_number
             rest = (each / self._one_number for each in (found.standard_error, found.truncation))
             return Estimate(*(each.reshape(1) for each in (trace, *rest)))
