@@ -1,8 +1,9 @@
 """matrix_free: the GGN or Fisher by its products over the data, J^T H J v. Memory: a few vectors [P], a batch's graph.
 
-A fit is one pass, which a preconditioner is estimated in, if there is to be one. What comes after it, a solve, a draw or a log-determinant, goes over the data
-once per iteration: the loader and the model are kept, and have to stay what they are. The order of the data may change,
-their number and the log-likelihood of the network may not; every pass compares them.
+A fit is one pass, which a preconditioner is estimated in, if there is to be one. What comes after it, a solve, a draw
+or a log-determinant, goes over the data once per iteration: the loader and the model are kept, and have to stay what
+they are. The order of the data may change, their number and the log-likelihood of the network may not; every pass
+compares them.
 
 A product with k vectors shares the forward pass of a batch. It costs about 3 k backward passes (J v, then J^T H J v),
 or as many as H has columns, whatever k is, where that is less and the rows of J come in factored form.
@@ -49,7 +50,8 @@ def matrix_free(
     """sum_n J_n^T H_n J_n as a `MatrixFree`, which keeps the tangent and the batches, and goes over them again.
 
     `preconditioner` is "none" (the prior alone), "diagonal" or "kron"; it changes how often the data are read, and no
-    result: measured, "none" reads them least often (docs/decisions/0019). The others are those of `linalg.Effort`; `tolerance` is 1e-8 in float64 and 1e-3 in float32 unless given.
+    result: measured, "none" reads them least often (docs/decisions/0019). The others are those of `linalg.Effort`;
+    `tolerance` is 1e-8 in float64 and 1e-3 in float32 unless given.
     The `generator` gives the seed of the probes, 0 without one.
     """
     if cotangents not in (exact, fisher, empirical):

@@ -164,8 +164,9 @@ def _check(setup: Setup, generator: torch.Generator | None, every: int) -> None:
         raise OptionError(f"checkpoint_every is {every!r}; expected a number of batches >= 1.")
     if not setup.recipe.row.stored:
         raise OptionError(
-            f"a {setup.recipe.structure!r} posterior cannot be fitted with a checkpoint: it keeps no numbers that "
-            "a file could hold. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'. Leave checkpoint out."
+            f"a {setup.recipe.structure!r} posterior cannot be fitted with a checkpoint: it keeps no numbers "
+            "that a file could hold. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'. Leave "
+            "checkpoint out."
         )
     if what := setup.recipe.row.not_additive:
         raise OptionError(
