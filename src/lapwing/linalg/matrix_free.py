@@ -16,7 +16,6 @@ every call, so that the evidence is a smooth function of the prior; with as many
 vectors, and nothing is random.
 
 >>> import torch
->>> from lapwing.linalg.rows import DenseRows
 >>> curvature = MatrixFree(DenseProducts(torch.tensor([[1.0, 2.0, 2.0]]).double()), Effort(1e-9, probes=3))
 >>> curvature.with_prior(1.0).logdet().exp()      # eigenvalues 9 + 1, 1, 1
 tensor(10.0000, dtype=torch.float64)
