@@ -12,8 +12,8 @@ Nothing is orthogonalised again: rounding brings eigenvalues back as copies, whi
 >>> found = conjugate_gradients(lambda v: v @ matrix, torch.ones(1, 3).double(), lambda v: v, 1e-12, 10)
 >>> found.value
 tensor([[1.0000, 0.5000, 0.2500]], dtype=torch.float64)
->>> found.products
-3
+>>> found.products      # three, and one for the residual
+4
 """
 
 from __future__ import annotations
