@@ -31,15 +31,18 @@ from lapwing.linalg import (
     Dense,
     DenseRows,
     Diagonal,
+    Effort,
     EigenColumns,
     Kronecker,
     LookupRows,
+    MatrixFree,
     MatrixLayout,
     OuterRows,
     Piece,
     Segments,
     Term,
 )
+from lapwing.linalg.matrix_free import DenseProducts
 
 RTOL = 1e-9
 REPEATS = 3
@@ -257,6 +260,18 @@ def singular(generator: Generator, size: int = 8) -> Case:
 def diagonal(generator: Generator, size: int = 9) -> Case:
     values = normal(generator, size).square()
     return Case(Diagonal(values), values.diag())
+
+
+def matrix_free(rows: int, near: bool = False) -> Callable[[Generator], Case]:
+    """By products with a matrix of so many rows, solved to rounding; `near`: preconditioned by its diagonal."""
+
+    def make(generator: Generator, size: int = 8) -> Case:
+        found = normal(generator, rows, size)
+        matrix = found.mT @ found
+        effort = Effort(1e-12, probes=size)
+        return Case(MatrixFree(DenseProducts(found), effort, Diagonal(matrix.diagonal()) if near else None), matrix)
+
+    return make
 
 
 @dataclass(frozen=True)
@@ -524,6 +539,8 @@ STRUCTURES = [
     Structure("Dense", dense),
     Structure("Dense, singular", singular),
     Structure("Diagonal", diagonal),
+    Structure("MatrixFree", matrix_free(6)),
+    Structure("MatrixFree, singular, preconditioned", matrix_free(3, near=True)),
     Structure("Blocks of Dense", blocks((dense, ((0, 7),)), (singular, ((7, 15),)))),
     Structure("Blocks of Dense, apart", blocks((dense, ((0, 3), (11, 15))), (singular, ((3, 11),)))),
     Structure(

@@ -41,6 +41,7 @@ def seeded() -> torch.Generator:
 def made(subset: str, structure: str, task: str = "regression", **options: Any) -> BaseLaplace:
     options |= {"subnetwork_indices": chosen.positions(net(), structure, SUBNET)} if subset == "subnetwork" else {}
     options |= {"rank": 26} if structure == "lowrank" else {}
+    options |= {"tolerance": 1e-12, "probes": 26} if structure == "matrix_free" else {}
     return Laplace(net(), task, subset, structure, **options)
 
 

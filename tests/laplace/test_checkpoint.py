@@ -82,7 +82,7 @@ def assert_same(a: BaseLaplace, b: BaseLaplace) -> None:
 
 
 adding = pytest.mark.parametrize(
-    ("subset", "structure"), [key for key in CLASSES if key[1] not in ("lowrank", "ekfac")]
+    ("subset", "structure"), [key for key in CLASSES if key[1] not in ("lowrank", "ekfac", "matrix_free")]
 )
 
 

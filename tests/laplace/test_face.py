@@ -24,6 +24,7 @@ from lapwing.errors import (
 )
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.factory import CLASSES
+from lapwing.laplace.structures import STRUCTURES
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
 from lapwing.tangent import Tangent
 from unchanged import unchanged
@@ -89,7 +90,7 @@ def test_a_posterior_from_fit_to_prediction(subset: str, structure: str, task: s
             torch.testing.assert_close(each.sum(2), torch.ones(7, B, dtype=torch.float64))
 
 
-@every_class
+@pytest.mark.parametrize(("subset", "structure"), [key for key in CLASSES if STRUCTURES[key[1]].stored])
 def test_the_state_is_plain_and_brings_the_posterior_back(subset: str, structure: str) -> None:
     la = made(subset, structure, prior_precision=2.0)
     la.fit(batches("classification"))

@@ -5,6 +5,7 @@ kflr, kfac                Kronecker factors, exact or Monte-Carlo
 kfra                      the same, propagated in expectation: its cost does not grow with the outputs
 ekfac                     their eigenbasis, with the exact diagonal of the curvature in it
 dual, low_rank            the same by its rows (P >> N C), and its largest eigenpairs; `subset` of the data
+matrix_free               its products over the data, which are kept: conjugate gradients and Lanczos, for any P
 propagated_diagonal       variances carried back through squared Jacobians: any number of outputs at the cost of one
 mixed_diagonal            the same from the outputs to a bottleneck of few entries, and exact columns from there
 empirical                 outer products of observed gradients, any structure
@@ -16,6 +17,7 @@ by_name                   any of the above by the name of its structure and sour
 from lapwing.estimate import last_layer
 from lapwing.estimate.corrected_kronecker import ekfac
 from lapwing.estimate.cotangents import exact, fisher, monte_carlo, projections
+from lapwing.estimate.data_products import matrix_free
 from lapwing.estimate.dual_rows import dual, subset
 from lapwing.estimate.empirical_fisher import empirical
 from lapwing.estimate.exact_blocks import blocks
@@ -45,6 +47,7 @@ __all__ = [
     "kfra",
     "last_layer",
     "low_rank",
+    "matrix_free",
     "mixed_diagonal",
     "monte_carlo",
     "projections",

@@ -162,6 +162,12 @@ def digest(value: Any) -> str:
 def _check(setup: Setup, generator: torch.Generator | None, every: int) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise OptionError(f"checkpoint_every is {every!r}; expected a number of batches >= 1.")
+    if not setup.recipe.row.stored:
+        raise OptionError(
+            f"a {setup.recipe.structure!r} posterior cannot be fitted with a checkpoint: it keeps no numbers "
+            "that a file could hold. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'. Leave "
+            "checkpoint out."
+        )
     if what := setup.recipe.row.not_additive:
         raise OptionError(
             f"a {setup.recipe.structure!r} curvature cannot be fitted with a checkpoint: the {what} of parts do not "

@@ -87,6 +87,12 @@ class Options(TypedDict, total=False):
     seed: int
     independent_outputs: bool
     limit: int
+    preconditioner: str
+    tolerance: float
+    iterations: int
+    probes: int
+    steps: int
+    block: int
 
 
 FULL_LIMIT = 3000

@@ -39,6 +39,8 @@ Options = Mapping[str, Any]
 class Structure:
     """One row. `keeps` says in a few words what is kept, for the docs.
 
+    `stored` are the classes that a file may hold; without any, a posterior cannot be stored.
+
     `title` is the first part of its classes' names: KronLaplace, KronLLLaplace, KronSubnetLaplace. `estimator` goes
     over the data; `closed` does the same for a last layer in closed form, `recursive` by propagated expectations, and
     `hessian` is what `estimate.hessian` calls the structure. `continued` gives the estimator's options where data are
@@ -172,6 +174,15 @@ for _row in (
         subsets=("all", "subnetwork"),
         closed=last_layer.blocks,
         hessian="blocks",
+    ),
+    Structure(
+        "matrix_free",
+        "MatrixFree",
+        "nothing but the data and the network, which every result goes over again (Krylov methods)",
+        estimate.matrix_free,
+        (),
+        options=("preconditioner", "tolerance", "iterations", "probes", "steps", "block"),
+        subsets=("all", "subnetwork"),
     ),
 ):
     register(_row)

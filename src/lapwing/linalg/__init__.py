@@ -13,6 +13,7 @@ from lapwing.linalg.kronecker.precision import KroneckerPrecision
 from lapwing.linalg.kronecker.structure import Kronecker, KroneckerSum
 from lapwing.linalg.layout import MatrixLayout, Segments
 from lapwing.linalg.low_rank import LowRank
+from lapwing.linalg.matrix_free import Effort, MatrixFree, MatrixFreePrecision, Products
 from lapwing.linalg.row_set import RowSet
 from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece
 from lapwing.linalg.sums import MixedSum, merged_factors, total
@@ -30,6 +31,7 @@ __all__ = [
     "DiagonalPrecision",
     "Dual",
     "DualPrecision",
+    "Effort",
     "EigenColumns",
     "EigenPrecision",
     "FactoredPrecision",
@@ -41,11 +43,14 @@ __all__ = [
     "LinearMap",
     "LookupRows",
     "LowRank",
+    "MatrixFree",
+    "MatrixFreePrecision",
     "MatrixLayout",
     "MixedSum",
     "OuterRows",
     "Piece",
     "Precision",
+    "Products",
     "RowSet",
     "Segments",
     "Term",

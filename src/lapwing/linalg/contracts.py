@@ -236,12 +236,17 @@ class Precision(ABC):
         variance = self.variance()
         if groups is None:
             return variance.sum().unsqueeze(0)
-        if groups.shape != variance.shape or bool((groups < 0).any()):
-            raise CurvatureError(
-                f"groups has shape {tuple(groups.shape)} and smallest number {int(groups.min())}; expected {self.size} "
-                "(= P) numbers >= 0, as from ParamSpace.groups."
-            )
+        check_groups(groups, self.size)
         return variance.new_zeros(int(groups.max()) + 1).index_add(0, groups, variance)
+
+
+def check_groups(groups: Int[Tensor, " entries"], size: int) -> None:
+    """A group number for every parameter."""
+    if groups.shape != (size,) or bool((groups < 0).any()):
+        raise CurvatureError(
+            f"groups has shape {tuple(groups.shape)} and smallest number {int(groups.min())}; expected {size} "
+            "(= P) numbers >= 0, as from ParamSpace.groups."
+        )
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from lapwing import likelihoods
-from lapwing.errors import DataError
+from lapwing.errors import DataError, StorageError
 from lapwing.evidence import GaussianFit
-from lapwing.linalg import dual, rows
+from lapwing.linalg import MatrixFree, dual, rows
 
 KINDS: dict[str, type] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
@@ -65,6 +65,12 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {"tensor": path}
     if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, MatrixFree):
+        raise StorageError(
+            "a matrix_free posterior keeps the data and the network that it goes over, and no numbers of its own, so "
+            "that it cannot be stored; expected another structure. Store the network's weights, and fit again where "
+            "the data are: that is one pass."
+        )
     if isinstance(value, dual.Dual) and value.multiple is not None:  # the one structure whose scale stands apart
         root = value.scale.detach().sqrt().expand(value.rows.count)
         value = dual.Dual(value.rows, root if value.roots is None else value.roots * root)
@@ -152,7 +158,7 @@ def compact(value: Any) -> Any:
 
     Products of the same numbers in another layout may round in another way.
     """
-    if _is_compact(value):
+    if isinstance(value, MatrixFree) or _is_compact(value):
         return value
     description, tensors = pack(value)
     for name, tensor in tensors.items():
