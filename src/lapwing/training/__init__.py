@@ -6,6 +6,7 @@ lightning_callback    `EvidenceCallback`: the same for Lightning, where it is in
 gauss_newton          `GaussNewton`: an optimiser by curvature, whose length and damping set themselves
 damping, quadratic    its damping, and the loss with its quadratic at the present weights
 stepped_run           its runs, which go on where they were broken off
+autoencoder           `LaplacianAutoencoder`: weights are drawn while they are trained, and a posterior over them
 loop                  the training loop, which networks for tables use as well
 resume                runs that go on where they were broken off
 objective             what a run asks of the data: gradients for the weights, and the evidence
@@ -14,6 +15,7 @@ options               what a run is asked for, checked
 train_mode            train mode and random numbers for the length of a run, and copies of the weights
 """
 
+from lapwing.training.autoencoder import LaplacianAutoencoder
 from lapwing.training.evidence_ascent import Hyper, adam
 from lapwing.training.gauss_newton import GaussNewton
 from lapwing.training.loop import Epoch
@@ -22,4 +24,15 @@ from lapwing.training.resume import Keeper
 from lapwing.training.stepped_run import Step
 from lapwing.training.tuner import EvidenceTuner
 
-__all__ = ["Epoch", "EvidenceTuner", "GaussNewton", "Hyper", "Keeper", "Step", "Trained", "adam", "train"]
+__all__ = [
+    "Epoch",
+    "EvidenceTuner",
+    "GaussNewton",
+    "Hyper",
+    "Keeper",
+    "LaplacianAutoencoder",
+    "Step",
+    "Trained",
+    "adam",
+    "train",
+]
