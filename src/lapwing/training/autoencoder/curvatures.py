@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import OptionError
@@ -33,8 +34,11 @@ from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Diagonal
 from lapwing.tangent import Linearisation, Tangent
 
-OfBatch = Callable[[Linearisation, Likelihood, Any, Tensor, torch.Generator | None], Curvature]
-"""(linearisation, likelihood, x, y, generator) -> the curvature of the batch, at the weights it was linearised at."""
+OfBatch = Callable[[Linearisation, Likelihood, Any, Tensor, torch.Generator | None, Tensor], Curvature]
+"""(linearisation, likelihood, x, y, generator, out) -> the curvature of the batch at the weights of the linearisation.
+
+`out` [P] may become the memory of the result, whatever it holds.
+"""
 
 
 def summed_diagonal(
@@ -73,12 +77,13 @@ def _of_linearisation(
     x: Any,
     y: Tensor,
     generator: torch.Generator | None,
+    out: Float[Tensor, " params"],
 ) -> Diagonal:
     """The sampled diagonals, with the forward pass that there is."""
     if summed:
         return Diagonal(_summed(linearisation, likelihood, y, samples, generator))
     space = linearisation.space
-    total = SquareSum(torch.zeros(space.size, dtype=space.dtype, device=space.device), linearisation.tangent.budget)
+    total = SquareSum(out.zero_(), linearisation.tangent.budget)
     for column in projections(samples)(likelihood, linearisation.value, y, generator).chunked(1):
         total.add(linearisation.pull(column.detach().to(space.dtype)))
     return Diagonal(total.vector())
@@ -91,6 +96,7 @@ def _of_estimator(
     x: Any,
     y: Tensor,
     generator: torch.Generator | None,
+    out: Float[Tensor, " params"],
 ) -> Curvature:
     return estimator(linearisation.tangent, likelihood, [(x, y)], generator=generator)
 

@@ -4,19 +4,21 @@
     theta    <- optimiser step on the gradient of the batch's loss at theta'
     H        <- (1 - forgetting) H + weight * [N / B] * curvature of the batch        at theta, or at theta'
 
-A step costs a draw, the gradient, and the curvature of the batch: with the sampled diagonal a forward and two backward
-passes or so. Memory: H, the drawn weights and a few vectors [P] beside the training step. The network runs in eval mode.
+A step costs a draw, the gradient, and the curvature of the batch: with the sampled diagonal another forward and backward
+pass, or at the draw a backward pass alone. Memory: H, the drawn weights and a few vectors [P] beside those of a training
+step. The network runs in eval mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from math import isfinite, nan
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import DataError, ModelError, OptionError, StorageError
@@ -24,8 +26,10 @@ from lapwing.estimate.data_pass import check_loss, pair
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Diagonal, Precision
 from lapwing.linalg.autocast import outside_autocast
+from lapwing.linalg.checks import normal
 from lapwing.serialize import compact, pack, unpack
 from lapwing.tangent import Linearisation, Tangent
+from lapwing.tangent.fallback import gradients
 from lapwing.tangent.inputs import all_finite, batch_size
 from lapwing.training.autoencoder.curvatures import OfBatch
 from lapwing.training.stepped_run import Step
@@ -76,32 +80,58 @@ class Schedule:
 
 @dataclass(eq=False)
 class Running:
-    """H and how much of its start is left: q(theta) = N(theta, (prior + (H + start) / T)^-1)."""
+    """H and how much of its start is left: q(theta) = N(theta, (prior + (H + start) / T)^-1).
+
+    A diagonal H is updated in place, and drawn from with buffers that are kept: at a few multiplications per weight a
+    step would otherwise spend its time on fresh memory.
+    """
 
     schedule: Schedule
     size: int
-    curvature: Curvature | None = None
-    start: float = 0.0
+    curvature: Curvature | None
+    start: float
+    _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(schedule: Schedule, size: int) -> Running:
         return Running(schedule, size, None, float(schedule.start))
 
+    @property
+    def flat(self) -> float:
+        """What is added to H / T: the prior, and what is left of the start."""
+        return self.schedule.prior_precision + self.start / self.schedule.temperature
+
+    def buffer(self, name: str, like: Tensor) -> Float[Tensor, " size"]:
+        """A vector that keeps its memory from step to step, not its values."""
+        if name not in self._buffers:
+            self._buffers[name] = like.new_empty(self.size)
+        return self._buffers[name]
+
     def precision(self, like: Tensor) -> Precision:
         """prior + H / T; before the first batch of the start alone."""
-        schedule = self.schedule
-        flat = schedule.prior_precision + self.start / schedule.temperature
         curvature = Diagonal(like.new_zeros(self.size)) if self.curvature is None else self.curvature
-        if schedule.temperature != 1:
-            curvature = curvature * (1 / schedule.temperature)
-        return curvature.with_prior(flat)
+        if self.schedule.temperature != 1:
+            curvature = curvature * (1 / self.schedule.temperature)
+        return curvature.with_prior(self.flat)
 
-    def updated(self, new: Curvature, factor: float) -> Running:
+    def draw(self, like: Tensor, generator: torch.Generator | None) -> Float[Tensor, " size"]:
+        """theta' - theta, as `precision` draws it."""
+        if not isinstance(self.curvature, Diagonal):
+            return self.precision(like).draw(1, generator)[0]
+        spread = torch.mul(self.curvature.values, 1 / self.schedule.temperature, out=self.buffer("spread", like))
+        return normal((self.size,), like, generator).mul_(spread.add_(self.flat).rsqrt_())
+
+    def update(self, new: Curvature, factor: float) -> None:
+        """H <- (1 - forgetting) H + factor * new."""
         kept = 1 - self.schedule.forgetting
-        new = new if factor == 1 else new.discounted(factor)
         before = self.curvature
-        total = new if before is None else before.discounted(kept).pooled(new)
-        return Running(self.schedule, self.size, total, self.start * kept)
+        if isinstance(before, Diagonal) and isinstance(new, Diagonal):
+            before.values.mul_(kept).add_(new.values, alpha=factor)
+        else:
+            new = new.clone() if isinstance(new, Diagonal) else new  # it may lie in a buffer
+            new = new if factor == 1 else new.discounted(factor)
+            self.curvature = new if before is None else before.discounted(kept).pooled(new)
+        self.start *= kept
 
 
 @dataclass(eq=False)
@@ -135,51 +165,55 @@ class OnlineSteps:
         there = self.drawn.at(x)
         value = there.value
         loss = -float(check_loss(self.likelihood, value, y).double().sum()) / size
-        gradient = there.rmv(self.likelihood.grad(value, y) / size)
-        if not all_finite(gradient):
+        cotangent = (self.likelihood.grad(value, y) / size).to(there.output.dtype)
+        gradient = gradients(there.output, list(self.drawn.parameters.values()), cotangent, retain_graph=True)
+        norm = float(torch.stack([each.double().norm() for each in gradient if each is not None]).norm())
+        if not isfinite(norm):
             raise DataError(
                 "the gradient of the loss holds NaN or infinite entries; expected finite ones. Use a smaller learning "
                 "rate, or check the data."
             )
-        running = None if self.running is None else self._next(self.running, there, x, y, size)
+        new = None if self.running is None else self._curvature(self.running, there, x, y)
         self._apply(gradient)
-        self.running = running
+        if self.running is not None and new is not None:
+            self.running.update(new, self._factor(self.running.schedule, size))
         self.number += 1
-        return Step(self.number - 1, loss, nan, nan, nan, nan, nan, True, 0, float(gradient.norm()))
+        return Step(self.number - 1, loss, nan, nan, nan, nan, nan, True, 0, norm)
 
     @torch.no_grad()
     def _draw(self, running: Running) -> None:
-        theta = self.tangent.space.values(self.tangent.model)
-        theta += running.precision(theta).draw(1, self.generator)[0]
-        parameters = self.drawn.parameters
-        for name, value in self.drawn.space.unravel(theta).items():
-            parameters[name].copy_(value)
+        """Writes a draw of the weights into the twin."""
+        mean, into, space = self.tangent.parameters, self.drawn.parameters, self.tangent.space
+        like = torch.empty(0, dtype=space.dtype, device=space.device)
+        for name, away in space.unravel(running.draw(like, self.generator)).items():
+            torch.add(mean[name], away.to(mean[name].dtype), out=into[name])
 
     @torch.no_grad()
-    def _next(self, running: Running, there: Linearisation, x: Any, y: Tensor, size: int) -> Running:
+    def _curvature(self, running: Running, there: Linearisation, x: Any, y: Tensor) -> Curvature:
         assert self.of_batch is not None
-        schedule = running.schedule
-        here = there if schedule.at == "draw" else self.tangent.at(x)
-        new = self.of_batch(here, self.likelihood, x, y, self.generator)
+        here = there if running.schedule.at == "draw" else self.tangent.at(x)
+        new = self.of_batch(here, self.likelihood, x, y, self.generator, running.buffer("new", here.value))
         if not all_finite(new.diagonal()):
             raise DataError("the curvature of the batch is NaN or infinite; expected finite numbers. Check the data.")
-        factor = float(schedule.weight)
-        if schedule.rescale:
-            assert self.points is not None
-            factor *= self.points / size
-        return running.updated(new, factor)
+        return new
 
-    def _apply(self, gradient: Tensor) -> None:
+    def _factor(self, schedule: Schedule, size: int) -> float:
+        if not schedule.rescale:
+            return float(schedule.weight)
+        assert self.points is not None
+        return schedule.weight * self.points / size
+
+    def _apply(self, gradient: Sequence[Tensor | None]) -> None:
         """A step of the optimiser on this gradient; gradients that the parameters held are theirs again."""
-        parameters = self.tangent.parameters
-        before = {name: tensor.grad for name, tensor in parameters.items()}
+        parameters = list(self.tangent.parameters.values())
+        before = [tensor.grad for tensor in parameters]
         try:
-            for name, value in self.tangent.space.unravel(gradient).items():
-                parameters[name].grad = value.to(parameters[name].dtype)
+            for tensor, value in zip(parameters, gradient, strict=True):
+                tensor.grad = torch.zeros_like(tensor) if value is None else value
             self.optimizer.step()
         finally:
-            for name, tensor in parameters.items():
-                tensor.grad = before[name]
+            for tensor, value in zip(parameters, before, strict=True):
+                tensor.grad = value
 
     # -- state -----------------------------------------------------------------------------------------------------
 
