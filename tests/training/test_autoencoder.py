@@ -1,9 +1,8 @@
-"""LaplacianAutoencoder: the online update by hand, the law of draws, post-hoc fits, runs that go on, networks, errors."""
+"""LaplacianAutoencoder: the online update by hand, the law of draws, post-hoc fits, curvatures."""
 
 from __future__ import annotations
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import oracle
 from lapwing import Laplace
-from lapwing.errors import DataError, LikelihoodError, ModelError, NotFittedError, OptionError, StorageError
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.tangent import Tangent
 from lapwing.training import LaplacianAutoencoder
 from lapwing.training.autoencoder.curvatures import of_batch
-from unchanged import unchanged
 
 X = torch.rand(12, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
@@ -35,7 +32,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def made(**options: Any) -> LaplacianAutoencoder:
-    return LaplacianAutoencoder(*halves(), **({"generator": seeded()} | options))
+    given: dict[str, Any] = {"generator": seeded()} | options
+    return LaplacianAutoencoder(*halves(), **given)
 
 
 def weights(*modules: nn.Module) -> Tensor:
@@ -199,7 +197,7 @@ def test_every_curvature_trains_and_predicts(curvature: str) -> None:
 def test_batches_of_online_curvature_are_those_of_the_estimator() -> None:
     """The sampled diagonal with the forward pass that there is, against the estimator with the same numbers."""
     for curvature in ("sampled", "summed"):
-        online = made(curvature=curvature, samples=3, forgetting=0.0, generator=seeded(2))
+        online = made(curvature=curvature, samples=3, forgetting=0.0, at="mean", generator=seeded(2))
         post = made(curvature=curvature, samples=3, generator=seeded(2))
         torch.randn(1, online.space.size, dtype=torch.float64, generator=post.generator)  # the draw of the weights
         online.fit([X], 1, optimizer=sgd(online.whole, lr=0.0))

@@ -1,4 +1,4 @@
-"""LaplacianAutoencoder: an autoencoder with a Gaussian posterior over its weights (source: Laplacian Autoencoders, 2022).
+"""LaplacianAutoencoder: an autoencoder with a Gaussian posterior over its weights ("Laplacian Autoencoders", 2022).
 
     model = LaplacianAutoencoder(encoder, decoder)
     model.fit(loader, epochs=20)                    online: weights are drawn while they are trained
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError, NotFittedError, OptionError
@@ -104,7 +104,7 @@ class LaplacianAutoencoder:
         weight: float | int = 1.0,
         rescale: bool = False,
         temperature: float | int = 1.0,
-        at: str = "mean",
+        at: str = "draw",
         points: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -123,7 +123,8 @@ class LaplacianAutoencoder:
         if decoder is not None:
             self.whole: Whole = Joined(encoder, decoder)
         else:
-            assert bottleneck is not None and example is not None
+            assert bottleneck is not None
+            assert example is not None
             self.whole = Marked(encoder, bottleneck, example)
         self.space = ParamSpace.of(self.whole)
         self._tangents = {part: Tangent(self.whole.view(part), self.space, evaluate=True) for part in _PARTS}
@@ -139,9 +140,9 @@ class LaplacianAutoencoder:
     def released(cls, encoder: nn.Module, decoder: nn.Module | None = None, **options: Any) -> LaplacianAutoencoder:
         """As the authors' released code sets it: batches scaled by N / B and halved, of which a step forgets 1/1000.
 
-        H settles near 500 times the sum over the data: a cold posterior. The curvature is taken at the draw.
+        H settles near 500 times the sum over the data: a cold posterior.
         """
-        setting: dict[str, Any] = {"weight": 0.5, "rescale": True, "forgetting": 1e-3, "at": "draw"}
+        setting: dict[str, Any] = {"weight": 0.5, "rescale": True, "forgetting": 1e-3}
         return cls(encoder, decoder, **(setting | options))
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -249,8 +250,7 @@ class LaplacianAutoencoder:
         """log p(x) = log E[p(x | theta, x)] of every input over sampled networks, with its Monte-Carlo error."""
         y = self.target(x)
         draws = self._draws("whole", x, _count(samples, "samples", 2))
-        each = [torch.stack([self.likelihood.log_prob(f, y) for f in part]) for part in draws]
-        return LogProb.of(torch.cat(each))
+        return LogProb.of(torch.cat([self._log_probs(part, y) for part in draws]))
 
     def measure_entropy(self, loader: Iterable[Any], samples: int = 100) -> float:
         """The mean of -log p(x) over data, which `typicality` compares with; kept as `entropy`."""
@@ -277,8 +277,8 @@ class LaplacianAutoencoder:
         spread, codes, each = Spread(), Spread(), []
         for z, f in self._pairs(x, n):
             codes.add(z)
-            spread.add(torch.stack([signal(self.likelihood, one)[0] for one in f]))
-            each.append(torch.stack([self.likelihood.log_prob(one, y) for one in f]))
+            spread.add(self._signals(f)[0])
+            each.append(self._log_probs(f, y))
         surprise = -LogProb.of(torch.cat(each)).value
         return Scores(
             surprise,
@@ -296,7 +296,7 @@ class LaplacianAutoencoder:
     def impute(
         self,
         x: Tensor,
-        observed: Bool[Tensor, "..."],
+        observed: Tensor,
         n: int = 5,
         steps: int = 5,
         average: int = 5,
@@ -345,7 +345,7 @@ class LaplacianAutoencoder:
 
     # -- below -----------------------------------------------------------------------------------------------------
 
-    def target(self, x: Tensor) -> Tensor:
+    def target(self, x: Any) -> Tensor:
         """x in the shape of the outputs."""
         if not isinstance(x, Tensor) or x.dim() < 2 or not len(x):
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -390,16 +390,26 @@ class LaplacianAutoencoder:
             return of_linearised(self.likelihood, *found)
         means, noises = Spread(), Spread()
         for draws in self._draws(part, x, _count(samples, "samples", 2)):
-            mean, noise = zip(*(signal(self.likelihood, f) for f in draws), strict=True)
-            means.add(torch.stack(mean))
-            noises.add(torch.stack(noise))
-        assert isinstance(means.mean, Tensor) and isinstance(noises.mean, Tensor)
+            mean, noise = self._signals(draws)
+            means.add(mean)
+            noises.add(noise)
+        assert isinstance(means.mean, Tensor)
+        assert isinstance(noises.mean, Tensor)
         return Reconstruction(means.mean, means.variance, noises.mean)
 
     def _once(self, x: Tensor, count: int) -> Tensor:
         """The mean of reconstructions by `count` sampled networks, in the shape of x."""
-        total = [signal(self.likelihood, f)[0] for part in self._draws("whole", x, count) for f in part]
-        return torch.stack(total).mean(0).reshape(x.shape).to(x.dtype)
+        drawn = torch.cat([self._signals(part)[0] for part in self._draws("whole", x, count)])
+        return drawn.mean(0).reshape(x.shape).to(x.dtype)
+
+    def _signals(self, draws: Float[Tensor, "n batch *out"]) -> tuple[Tensor, Tensor]:
+        """Mean and noise [n, batch, *data] of x by every draw."""
+        mean, noise = signal(self.likelihood, draws.flatten(0, 1))
+        return mean.unflatten(0, draws.shape[:2]), noise.unflatten(0, draws.shape[:2])
+
+    def _log_probs(self, draws: Float[Tensor, "n batch *out"], y: Tensor) -> Float[Tensor, "n batch"]:
+        each = self.likelihood.log_prob(draws.flatten(0, 1), y.repeat(len(draws), *(1 for _ in y.shape[1:])))
+        return each.unflatten(0, draws.shape[:2])
 
 
 _PARTS: tuple[Part, ...] = ("whole", "encoder", "decoder")
@@ -419,8 +429,9 @@ class _Inputs(Wrapped):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for number, batch in enumerate(self.loader):
             with named(number):
-                x = batch[0] if isinstance(batch, (tuple, list)) and len(batch) else batch
-                yield x, self.owner.target(x)
+                x: Any = batch[0] if isinstance(batch, (tuple, list)) and len(batch) else batch
+                target = self.owner.target(x)
+            yield x, target
 
     def count(self) -> int:
         """The number of data points."""
@@ -438,8 +449,8 @@ class _Inputs(Wrapped):
 def _check_optimizer(optimizer: object, tangent: Tangent) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError(
-            f"the optimizer is {type(optimizer).__name__}; expected one of torch.optim that takes a step on a gradient, "
-            "such as torch.optim.Adam(parameters). LBFGS evaluates the loss again and again, at other draws each time."
+            f"the optimizer is {type(optimizer).__name__}; expected one of torch.optim that takes a step on a gradient: "
+            "torch.optim.Adam(parameters). LBFGS evaluates the loss again and again, at other draws each time."
         )
     held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     missing = [name for name, tensor in tangent.parameters.items() if id(tensor) not in held]

@@ -1,4 +1,4 @@
-"""What an uncertain autoencoder says: latent codes, reconstructions, log p(x), scores; and moments of draws in parts."""
+"""What an uncertain autoencoder says: latent codes, reconstructions, log p(x), scores; moments of draws in parts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class LogProb:
     """log p(x) of every input, estimated from draws of the weights.
 
     `value` is log mean_s p(x | theta_s), with the standard error of that estimate to first order: where a few draws
-    have all the weight it is near 1 or above, and says that more are needed. `bound` is mean_s log p(x | theta_s), never
-    above `value`, which training maximises (equation 8), with its own.
+    have all the weight it is near 1, and says that more are needed. `bound` is mean_s log p(x | theta_s), never above
+    `value`, which training maximises (equation 8), with its own.
     """
 
     value: Float[Tensor, " batch"]

@@ -4,9 +4,9 @@
     theta    <- optimiser step on the gradient of the batch's loss at theta'
     H        <- (1 - forgetting) H + weight * [N / B] * curvature of the batch        at theta, or at theta'
 
-A step costs a draw, the gradient, and the curvature of the batch: with the sampled diagonal another forward and backward
-pass, or at the draw a backward pass alone. Memory: H, the drawn weights and a few vectors [P] beside those of a training
-step. The network runs in eval mode.
+A step costs a draw, the gradient, and the curvature of the batch: with the sampled diagonal a backward pass at the
+draw, a forward pass more at the mean. Memory: H, the drawn weights and a few vectors [P] beside those of a training step. The
+network runs in eval mode.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Schedule:
     weight            what the curvature of a batch is multiplied by
     rescale           whether it is multiplied by N / B too: from the batch to the data set
     temperature       divides H where weights are drawn: below 1 the posterior is cold
-    at                where the curvature is taken: at the "mean" of the weights, or at the "draw"
+    at                where the curvature is taken: at the "draw", which has its forward pass done, or at the "mean" of
+                      the weights, to the letter of equation 11
     """
 
     prior_precision: float | int = 1.0
@@ -56,7 +57,7 @@ class Schedule:
     weight: float | int = 1.0
     rescale: bool = False
     temperature: float | int = 1.0
-    at: str = "mean"
+    at: str = "draw"
 
     def __post_init__(self) -> None:
         for name, above in (("prior_precision", False), ("start", False), ("weight", True), ("temperature", True)):
@@ -167,8 +168,9 @@ class OnlineSteps:
         loss = -float(check_loss(self.likelihood, value, y).double().sum()) / size
         cotangent = (self.likelihood.grad(value, y) / size).to(there.output.dtype)
         gradient = gradients(there.output, list(self.drawn.parameters.values()), cotangent, retain_graph=True)
-        norm = float(torch.stack([each.double().norm() for each in gradient if each is not None]).norm())
-        if not isfinite(norm):
+        found = [each for each in gradient if each is not None]
+        norm = float(torch.stack(torch._foreach_norm(found)).double().norm()) if found else 0.0
+        if not isfinite(norm) and not all(all_finite(each) for each in found):
             raise DataError(
                 "the gradient of the loss holds NaN or infinite entries; expected finite ones. Use a smaller learning "
                 "rate, or check the data."

@@ -3,8 +3,8 @@
     Joined      x -> decoder(encoder(x))       two modules
     Marked      x -> model(x)                  one model, in which a submodule by name gives the latent code
 
-The view of a part, "encoder" (x -> z) or "decoder" (z -> outputs), is a network that holds every parameter of the whole,
-used or not: a posterior over the whole serves all three. The user's modules are held, not copied.
+The view of a part, "encoder" (x -> z) or "decoder" (z -> outputs), is a network that holds every parameter of the
+whole, used or not: a posterior over the whole serves all three. The user's modules are held, not copied.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class Marked(Whole):
     `example` is an input of a row or more: to decode, the model runs on zeros of its shape, and the latent code takes
     the place of what the bottleneck gives.
     """
+
+    example: Tensor
 
     def __init__(self, model: nn.Module, bottleneck: str, example: Tensor) -> None:
         super().__init__()
