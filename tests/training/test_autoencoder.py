@@ -156,6 +156,15 @@ def test_plain_training_is_plain() -> None:
     torch.testing.assert_close(1 / model.posterior.variance(), expected, rtol=1e-9, atol=0)
 
 
+def test_the_prior_is_tuned_to_where_the_evidence_is_largest() -> None:
+    """The derivative of log Z in log prior_precision, by hand: (P - prior |theta|^2 - prior tr(inverse)) / 2 = 0."""
+    model = made(curvature="exact").fit_posthoc(X.split(5), 50, tune_prior=True)
+    prior, theta = model.schedule.prior_precision, weights(model.whole)
+    assert prior != 1
+    slope = len(theta) - prior * float(theta.square().sum()) - prior * float(model.posterior.variance().sum())
+    assert abs(slope) < 1e-3 * len(theta)
+
+
 # -- curvature ---------------------------------------------------------------------------------------------------------
 
 LIKELIHOODS: dict[str, tuple[str | Likelihood, int]] = {

@@ -273,7 +273,7 @@ def test_relu_pooling_normalisation_and_residuals(curvature: str, training: bool
     model.fit([images, images], 2)
     assert [module.training for module in model.whole.modules()] == modes
     assert all(torch.equal(value, buffers[name]) for name, value in model.whole.named_buffers())
-    assert not torch.equal(before, encoder[0].weight)
+    assert not torch.equal(before, model.whole.state_dict()["encoder.0.weight"])
     assert all(parameter.grad is None for parameter in model.whole.parameters())
     with unchanged(model.whole):
         scores = model.ood_scores(images, 3)

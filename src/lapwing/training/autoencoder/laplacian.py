@@ -24,7 +24,7 @@ tensor([0.1250, 0.5000], dtype=torch.float64)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ from torch import Tensor, nn
 from lapwing.errors import DataError, ModelError, NotFittedError, OptionError
 from lapwing.estimate.data_pass import Wrapped, named, no_batch, one_shot
 from lapwing.estimate.naming import Estimator
+from lapwing.evidence import Evidence, em
+from lapwing.evidence.seen import Seen
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg.autocast import outside_autocast
 from lapwing.linalg.budget import chunks
@@ -41,6 +43,7 @@ from lapwing.params import ParamSpace
 from lapwing.posterior import Gaussian
 from lapwing.predictive import glm
 from lapwing.predictive.sampled import network_draws
+from lapwing.priors import Prior
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import Called, call
@@ -179,17 +182,27 @@ class LaplacianAutoencoder:
         checkpoint: AnyPath | None = None,
         checkpoint_every: int = 100,
         callback: Callable[[AutoencoderStep], object] | None = None,
+        tune_prior: bool = False,
     ) -> LaplacianAutoencoder:
         """Plain training for some epochs, or none for a trained model; then H of all data, in one pass.
 
-        `start`, `forgetting`, `weight` and `rescale` are for online training; H is the sum over the data.
+        `start`, `forgetting`, `weight` and `rescale` are for online training; H is the sum over the data. `tune_prior`
+        takes the prior precision to where the marginal likelihood is largest, from the one that was given.
         """
         data = _Inputs(loader, self)
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
             raise OptionError(f"epochs is {epochs!r}; expected a whole number >= 0.")
         if epochs:
             self._run(data, epochs, optimizer, checkpoint, checkpoint_every, callback, None, None)
-        found = self._estimator(self._tangents["whole"], self.likelihood, data, generator=self.generator)
+        seen = Seen(regression=False, printing=False)
+        whole = self._tangents["whole"]
+        found = self._estimator(whole, self.likelihood, seen.watching(data), generator=self.generator)
+        if tune_prior:
+            theta = self.space.values(self.whole)
+            evidence = Evidence(found, theta, seen.fit(theta.dtype))
+            prior = Prior.isotropic(self.space, float(self.schedule.prior_precision))
+            tuned = em(evidence, prior, temperature=float(self.schedule.temperature))
+            self.schedule = replace(self.schedule, prior_precision=float(tuned.prior.precisions[0]))
         self.running = Running(self.schedule, self.space.size, found, 0.0)
         return self
 
@@ -449,8 +462,8 @@ class _Inputs(Wrapped):
 def _check_optimizer(optimizer: object, tangent: Tangent) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError(
-            f"the optimizer is {type(optimizer).__name__}; expected one of torch.optim that takes a step on a gradient: "
-            "torch.optim.Adam(parameters). LBFGS evaluates the loss again and again, at other draws each time."
+            f"the optimizer is {type(optimizer).__name__}; expected one of torch.optim that takes steps on gradients, "
+            "as torch.optim.Adam(parameters) does. LBFGS evaluates the loss again and again, at other draws each time."
         )
     held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     missing = [name for name, tensor in tangent.parameters.items() if id(tensor) not in held]

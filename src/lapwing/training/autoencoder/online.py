@@ -5,8 +5,8 @@
     H        <- (1 - forgetting) H + weight * [N / B] * curvature of the batch        at theta, or at theta'
 
 A step costs a draw, the gradient, and the curvature of the batch: with the sampled diagonal a backward pass at the
-draw, a forward pass more at the mean. Memory: H, the drawn weights and a few vectors [P] beside those of a training step. The
-network runs in eval mode.
+draw, and a forward pass more at the mean. Memory: H, the drawn weights and a few vectors [P] beside those of a training
+step. The network runs in eval mode.
 """
 
 from __future__ import annotations
