@@ -217,6 +217,13 @@ def test_impute_keeps_the_known_part_and_looks_at_no_other() -> None:
 
 def test_embed_and_sample() -> None:
     model = fitted()
+    for ask in (model.embed, model.sample, model.log_prob, model.reconstruct, model.latent, model.ood_scores):
+        given: Any = 3 if ask == model.sample else X
+        first, again, other = (ask(given, generator=seeded(seed)) for seed in (1, 1, 2))
+        if not isinstance(first, Tensor):
+            first, again, other = (next(iter(vars(each).values())) for each in (first, again, other))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
     assert model.embed(X, 5).shape == (5, 12, 2)
     assert model.sample(4, steps=1, average=1).shape == (4, 6)
     assert model.sample(2, shape=(6,)).shape == (2, 6)
@@ -384,6 +391,10 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
         LaplacianAutoencoder(*halves()).fit([X], 5, checkpoint=path, checkpoint_every=1, callback=stop)
     with pytest.raises(StorageError, match=r"forgetting was 0\.0001 and is 0\.5"):
         LaplacianAutoencoder(*halves(), forgetting=0.5).fit([X], 5, checkpoint=path)
+    with pytest.raises(StorageError, match="curvature was sampled and is exact"):
+        LaplacianAutoencoder(*halves(), curvature="exact").fit([X], 5, checkpoint=path)
+    with pytest.raises(StorageError, match="online was True and is False"):
+        LaplacianAutoencoder(*halves()).fit_posthoc([X], 5, checkpoint=path)
 
 
 def test_a_nan_batch_is_named_and_changes_nothing() -> None:

@@ -85,7 +85,8 @@ class LaplacianAutoencoder:
     and log-variances along the class axis), "bernoulli" (logits), or such an object of `lapwing.likelihoods`, as
     Gaussian(sigma). `curvature` is a name of `curvatures`, or a function of `lapwing.estimate`, with `samples` random
     cotangents where it draws any. The other numbers are those of `online.Schedule`; `points`, the number of data points
-    N, is counted where `rescale` needs it and it is not given.
+    N, is counted where `rescale` needs it and it is not given. Random numbers are the `generator`'s; what is asked
+    later may bring one of its own.
 
     Data are tensors x, or pairs whose first entry is x (labels are not looked at). Where the decoder's outputs are of
     another shape with as many entries, x is compared with them in that shape.
@@ -220,7 +221,11 @@ class LaplacianAutoencoder:
         tangent = self._tangents["whole"]
         optimizer = torch.optim.Adam(self.whole.parameters(), lr=1e-3) if optimizer is None else optimizer
         _check_optimizer(optimizer, tangent)
-        steps = OnlineSteps(tangent, self.likelihood, optimizer, self._of_batch, running, points, self.generator)
+        name = self.curvature if isinstance(self.curvature, str) else "a function"
+        settings = {"curvature": name, "samples": self.samples, "likelihood": type(self.likelihood).__name__}
+        steps = OnlineSteps(
+            tangent, self.likelihood, optimizer, self._of_batch, running, points, self.generator, settings
+        )
         run = SteppedRun.of(steps, data, epochs, None, False, 0.0, checkpoint, every)
         told: list[AutoencoderStep] = []
         for step in run.steps():
@@ -242,53 +247,63 @@ class LaplacianAutoencoder:
 
     # -- uncertainty -----------------------------------------------------------------------------------------------
 
-    def latent(self, x: Tensor, samples: int = 100, method: str = "sample") -> Latent:
+    def latent(
+        self, x: Tensor, samples: int = 100, method: str = "sample", generator: torch.Generator | None = None
+    ) -> Latent:
         """The latent code of every input: mean and covariance, by sampled encoders or by linearisation ("glm")."""
         _choose(method)
         if method == "glm":
             mean, found = glm.moments(self.posterior, self._tangents["encoder"].at(x))
             return Latent(mean, found)
-        draws = self.embed(x, _count(samples, "samples", 2))
+        draws = self.embed(x, _count(samples, "samples", 2), generator)
         return Latent(draws.mean(0), covariance(draws.flatten(2)))
 
-    def reconstruct(self, x: Tensor, samples: int = 100, method: str = "sample") -> Reconstruction:
+    def reconstruct(
+        self, x: Tensor, samples: int = 100, method: str = "sample", generator: torch.Generator | None = None
+    ) -> Reconstruction:
         """Mean and variance of the reconstruction of every input."""
-        return self._moments("whole", x, samples, method)
+        return self._moments("whole", x, samples, method, generator)
 
-    def decode(self, z: Tensor, samples: int = 100, method: str = "sample") -> Reconstruction:
+    def decode(
+        self, z: Tensor, samples: int = 100, method: str = "sample", generator: torch.Generator | None = None
+    ) -> Reconstruction:
         """Mean and variance of what latent points z are decoded to."""
-        return self._moments("decoder", z, samples, method)
+        return self._moments("decoder", z, samples, method, generator)
 
-    def log_prob(self, x: Tensor, samples: int = 100) -> LogProb:
+    def log_prob(self, x: Tensor, samples: int = 100, generator: torch.Generator | None = None) -> LogProb:
         """log p(x) = log E[p(x | theta, x)] of every input over sampled networks, with its Monte-Carlo error."""
         y = self.target(x)
-        draws = self._draws("whole", x, _count(samples, "samples", 2))
+        draws = self._draws("whole", x, _count(samples, "samples", 2), generator)
         return LogProb.of(torch.cat([self._log_probs(part, y) for part in draws]))
 
-    def measure_entropy(self, loader: Iterable[Any], samples: int = 100) -> float:
+    def measure_entropy(
+        self, loader: Iterable[Any], samples: int = 100, generator: torch.Generator | None = None
+    ) -> float:
         """The mean of -log p(x) over data, which `typicality` compares with; kept as `entropy`."""
         total, points = 0.0, 0
         for x, _ in _Inputs(loader, self):
-            total -= float(self.log_prob(x, samples).value.sum())
+            total -= float(self.log_prob(x, samples, generator).value.sum())
             points += len(x)
         if not points:
             raise no_batch()
         self.entropy = total / points
         return self.entropy
 
-    def typicality(self, x: Tensor, samples: int = 100) -> Float[Tensor, " batch"]:
+    def typicality(
+        self, x: Tensor, samples: int = 100, generator: torch.Generator | None = None
+    ) -> Float[Tensor, " batch"]:
         """| -log p(x) - entropy | of every input: small where x is as likely as data are (Nalisnick et al., 2019)."""
         if self.entropy is None:
             raise NotFittedError(
                 "the mean of -log p(x) over the data is not known; expected measure_entropy(loader) first."
             )
-        return (-self.log_prob(x, samples).value - self.entropy).abs()
+        return (-self.log_prob(x, samples, generator).value - self.entropy).abs()
 
-    def ood_scores(self, x: Tensor, samples: int = 100) -> Scores:
+    def ood_scores(self, x: Tensor, samples: int = 100, generator: torch.Generator | None = None) -> Scores:
         """Scores that are larger for what is less like the data: see `Scores`. One set of networks gives them all."""
         y, n = self.target(x), _count(samples, "samples", 2)
         spread, codes, each = Spread(), Spread(), []
-        for z, f in self._pairs(x, n):
+        for z, f in self._pairs(x, n, generator):
             codes.add(z)
             spread.add(self._signals(f)[0])
             each.append(self._log_probs(f, y))
@@ -302,9 +317,12 @@ class LaplacianAutoencoder:
 
     # -- uses ------------------------------------------------------------------------------------------------------
 
-    def embed(self, x: Tensor, n: int = 100) -> Float[Tensor, "n batch *latent"]:
+    def embed(
+        self, x: Tensor, n: int = 100, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "n batch *latent"]:
         """Latent codes by n sampled encoders."""
-        return network_draws(self.posterior, self._tangents["encoder"], x, _count(n, "n"), self.generator)
+        generator = generator or self.generator
+        return network_draws(self.posterior, self._tangents["encoder"], x, _count(n, "n"), generator)
 
     def impute(
         self,
@@ -314,6 +332,7 @@ class LaplacianAutoencoder:
         steps: int = 5,
         average: int = 5,
         fill: float | int | Tensor | None = None,
+        generator: torch.Generator | None = None,
     ) -> Float[Tensor, "n batch *data"]:
         """n completions of x, whose entries count where `observed` is True; those are returned as they are.
 
@@ -332,21 +351,26 @@ class LaplacianAutoencoder:
                 f"observed has shape {tuple(observed.shape)}; expected that of x, {tuple(x.shape)}, or one that "
                 "broadcasts to it."
             ) from error
-        chains = []
+        generator, chains = generator or self.generator, []
         for _ in range(n):
             if fill is None:
-                place = x.device if self.generator is None else self.generator.device
-                start = torch.rand(x.shape, dtype=x.dtype, device=place, generator=self.generator).to(x.device)
+                place = x.device if generator is None else generator.device
+                start = torch.rand(x.shape, dtype=x.dtype, device=place, generator=generator).to(x.device)
             else:
                 start = torch.as_tensor(fill, dtype=x.dtype, device=x.device).expand(x.shape)
             state = torch.where(known, x, start)
             for _ in range(steps):
-                state = torch.where(known, x, self._once(state, 1))
-            chains.append(torch.where(known, x, self._once(state, average)))
+                state = torch.where(known, x, self._once(state, 1, generator))
+            chains.append(torch.where(known, x, self._once(state, average, generator)))
         return torch.stack(chains)
 
     def sample(
-        self, n: int, steps: int = 5, average: int = 5, shape: torch.Size | tuple[int, ...] | None = None
+        self,
+        n: int,
+        steps: int = 5,
+        average: int = 5,
+        shape: torch.Size | tuple[int, ...] | None = None,
+        generator: torch.Generator | None = None,
     ) -> Float[Tensor, "n *data"]:
         """n new data points: chains from noise, as `impute` with nothing observed. `shape` is that of one of them."""
         n = _count(n, "n")
@@ -354,7 +378,7 @@ class LaplacianAutoencoder:
         if shape is None:
             raise NotFittedError("the shape of the data is not known; expected fit or fit_posthoc first, or `shape`.")
         blank = torch.zeros(n, *shape, dtype=self.space.dtype, device=self.space.device)
-        return self.impute(blank, torch.zeros_like(blank, dtype=torch.bool), 1, steps, average)[0]
+        return self.impute(blank, torch.zeros_like(blank, dtype=torch.bool), 1, steps, average, None, generator)[0]
 
     # -- below -----------------------------------------------------------------------------------------------------
 
@@ -375,34 +399,38 @@ class LaplacianAutoencoder:
             self._shape, self._given = shape, x.shape[1:]
         return x.reshape(len(x), *self._shape)
 
-    def _draws(self, part: Part, x: Tensor, n: int) -> Iterator[Float[Tensor, "k batch *out"]]:
+    def _draws(
+        self, part: Part, x: Tensor, n: int, generator: torch.Generator | None
+    ) -> Iterator[Float[Tensor, "k batch *out"]]:
         """Outputs of n sampled networks, in parts within the budget."""
         tangent, posterior = self._tangents[part], self.posterior
         entries = len(x) * (x.shape[1:].numel() if part == "whole" else 1)
         for each in chunks(n, 8 * entries * self.space.dtype.itemsize, tangent.budget):
-            yield network_draws(posterior, tangent, x, each.stop - each.start, self.generator)
+            yield network_draws(posterior, tangent, x, each.stop - each.start, generator or self.generator)
 
     @torch.no_grad()
-    def _pairs(self, x: Tensor, n: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(self, x: Tensor, n: int, generator: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Latent codes [1, B, *latent] and outputs [1, B, *out] of n sampled networks."""
         posterior, tangent = self.posterior, self._tangents["whole"]
         network: Any = tangent.network()
         halves = [Called(network.view(part)) for part in ("encoder", "decoder")]
         for _ in range(n):
-            theta = posterior.sample(1, self.generator)[0]
+            theta = posterior.sample(1, generator or self.generator)[0]
             weights = {f"model.{name}": value for name, value in tangent.tensors(theta).items()}
             z = torch.func.functional_call(halves[0], weights, (x,))
             f = torch.func.functional_call(halves[1], weights, (z,))
             yield z.to(self.space.dtype).unsqueeze(0), f.to(self.space.dtype).unsqueeze(0)
 
     @outside_autocast
-    def _moments(self, part: Part, x: Tensor, samples: int, method: str) -> Reconstruction:
+    def _moments(
+        self, part: Part, x: Tensor, samples: int, method: str, generator: torch.Generator | None
+    ) -> Reconstruction:
         _choose(method)
         if method == "glm":
             found = glm.variances(self.posterior, self._tangents[part].at(x))
             return of_linearised(self.likelihood, *found)
         means, noises = Spread(), Spread()
-        for draws in self._draws(part, x, _count(samples, "samples", 2)):
+        for draws in self._draws(part, x, _count(samples, "samples", 2), generator):
             mean, noise = self._signals(draws)
             means.add(mean)
             noises.add(noise)
@@ -410,9 +438,9 @@ class LaplacianAutoencoder:
         assert isinstance(noises.mean, Tensor)
         return Reconstruction(means.mean, means.variance, noises.mean)
 
-    def _once(self, x: Tensor, count: int) -> Tensor:
+    def _once(self, x: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
         """The mean of reconstructions by `count` sampled networks, in the shape of x."""
-        drawn = torch.cat([self._signals(part)[0] for part in self._draws("whole", x, count)])
+        drawn = torch.cat([self._signals(part)[0] for part in self._draws("whole", x, count, generator)])
         return drawn.mean(0).reshape(x.shape).to(x.dtype)
 
     def _signals(self, draws: Float[Tensor, "n batch *out"]) -> tuple[Tensor, Tensor]:

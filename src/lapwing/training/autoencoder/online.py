@@ -139,7 +139,7 @@ class Running:
 class OnlineSteps:
     """Steps on the weights of `tangent`'s model; meets what a `SteppedRun` asks of an optimiser.
 
-    `running` None is plain training: no draw and no curvature.
+    `running` None is plain training: no draw and no curvature. `settings` must not differ where a run goes on.
     """
 
     tangent: Tangent
@@ -149,6 +149,7 @@ class OnlineSteps:
     running: Running | None
     points: int | None
     generator: torch.Generator | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
     drawn: Tangent = field(init=False)
 
@@ -220,7 +221,9 @@ class OnlineSteps:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
-        return {} if self.running is None else asdict(self.running.schedule)
+        return {**self.settings, "online": self.running is not None} | (
+            {} if self.running is None else asdict(self.running.schedule)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         kept = None
