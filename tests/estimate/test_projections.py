@@ -145,3 +145,18 @@ def test_wrong_arguments_are_refused() -> None:
         estimate.projections(0)
     with pytest.raises(DataError, match=r"unknown distribution 'uniform'.*expected one of.*rademacher"):
         estimate.projections(1, "uniform")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_a_likelihood_that_says_so_has_a_diagonal_hessian_and_projections_with_its_root(name: str, layout: str) -> None:
+    """S v with the whole root, from the same random numbers."""
+    model, likelihood, x, y = setting(name, layout)
+    f = model(x).detach()
+    matrix, diagonal = likelihood.psd_hessian(f, y), likelihood.to_last(likelihood.hessian_diagonal(f, y))
+    if likelihood.diagonal:
+        close(matrix, torch.diag_embed(diagonal))
+    root = likelihood.hessian_sqrt(f, y)
+    v = torch.randint(2, (*root.shape[:-2], root.shape[-1]), generator=seeded(3)) * 2 - 1
+    found = estimate.projections(1)(likelihood, f, y, seeded(3)).take(slice(0, 1))[0]
+    close(found, likelihood.from_last(torch.einsum("... c r, ... r -> ... c", root, v.to(root)), f.shape))

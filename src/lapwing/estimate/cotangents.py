@@ -77,7 +77,7 @@ def projections(samples: int = 1, distribution: str = "rademacher") -> Cotangent
 
     Unbiased for the GGN, also where that is not the Fisher, and where targets cannot be drawn. v has an entry for every
     column of every position, so that a draw is one cotangent however many positions there are. Entries are -1 or 1
-    ("rademacher"), or standard normal ("gaussian", which adds variance).
+    ("rademacher"), or standard normal ("gaussian", which adds variance). Linear in the outputs where H is diagonal.
     """
     if samples < 1:
         raise DataError(f"samples is {samples}; expected at least 1 draw per data point.")
@@ -85,10 +85,14 @@ def projections(samples: int = 1, distribution: str = "rademacher") -> Cotangent
         raise DataError(f"unknown distribution {distribution!r} of projections; expected one of {DISTRIBUTIONS}.")
 
     def columns(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Columns:
-        root = likelihood.hessian_sqrt(f, y)
+        if likelihood.diagonal:  # one number per output, where a matrix would be quadratic in them
+            root = likelihood.to_last(likelihood.hessian_diagonal(f, y)).sqrt()
+            shape = root.shape
+        else:
+            root = likelihood.hessian_sqrt(f, y)
+            shape = torch.Size((*root.shape[:-2], root.shape[-1]))
         # drawn where the generator lives, as targets are
         place = root.device if generator is None else generator.device
-        shape = (*root.shape[:-2], root.shape[-1])
 
         def drawn() -> Tensor:
             if distribution == "gaussian":
@@ -96,7 +100,8 @@ def projections(samples: int = 1, distribution: str = "rademacher") -> Cotangent
             else:
                 v = torch.randint(2, shape, device=place, generator=generator) * 2 - 1
             v = v.to(root)
-            return likelihood.from_last(torch.einsum("... c r, ... r -> ... c", root, v), f.shape)
+            product = root * v if likelihood.diagonal else torch.einsum("... c r, ... r -> ... c", root, v)
+            return likelihood.from_last(product, f.shape)
 
         def take(part: slice) -> Tensor:
             return torch.stack([drawn() for _ in range(part.start, part.stop)]) / samples**0.5

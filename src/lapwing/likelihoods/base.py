@@ -63,6 +63,9 @@ class Likelihood(ABC):
     per_output: ClassVar[bool] = False
     """True when y carries the class axis (regression, multi-label), False when there is one target per position."""
 
+    diagonal: ClassVar[bool] = False
+    """True when `psd_hessian` is diagonal: its root is then that of `hessian_diagonal`, without a matrix [C, C]."""
+
     links: ClassVar[Mapping[str, Link]] = {}
     """Closed forms to probabilities by the names of `link_approx`, `DEFAULT` among them; none for other predictions."""
 

@@ -45,6 +45,7 @@ class Bernoulli(Positionwise):
 
     convex: ClassVar[bool] = True
     per_output: ClassVar[bool] = True
+    diagonal: ClassVar[bool] = True
     links: ClassVar[Mapping[str, Link]] = {
         "probit": Link(_shrunk, outputs=shrink),
         "probit_full": Link(_shrunk, outputs=shrink),  # every logit is alone

@@ -37,6 +37,7 @@ class Gaussian(Positionwise):
 
     convex: ClassVar[bool] = True
     per_output: ClassVar[bool] = True
+    diagonal: ClassVar[bool] = True
     adds_noise: ClassVar[bool] = True
 
     sigma: float | int | Tensor = 1.0

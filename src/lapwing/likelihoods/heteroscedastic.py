@@ -41,6 +41,7 @@ class HeteroscedasticGaussian(Positionwise):
 
     convex: ClassVar[bool] = False
     per_output: ClassVar[bool] = True
+    diagonal: ClassVar[bool] = True
 
     def _check_outputs(self, f: Tensor) -> None:
         super()._check_outputs(f)

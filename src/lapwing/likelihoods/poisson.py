@@ -34,6 +34,7 @@ class Poisson(Positionwise):
 
     convex: ClassVar[bool] = True
     per_output: ClassVar[bool] = True
+    diagonal: ClassVar[bool] = True
 
     def _check_target(self, f: Tensor, y: Tensor) -> None:
         require_same_shape(self, f, y)

@@ -6,6 +6,7 @@ lightning_callback    `EvidenceCallback`: the same for Lightning, where it is in
 gauss_newton          `GaussNewton`: an optimiser by curvature, whose length and damping set themselves
 damping, quadratic    its damping, and the loss with its quadratic at the present weights
 stepped_run           its runs, which go on where they were broken off
+autoencoder           `LaplacianAutoencoder`: weights are drawn while they are trained, and a posterior over them
 continual             `Continual`: tasks one after the other, each under the posterior of those before it
 memory, importance    what is kept of the tasks so far; the importances of Synaptic Intelligence
 quadratic_term        the quadratic of earlier tasks beside the loss of a new one, and its gradient, in place
@@ -18,6 +19,7 @@ options               what a run is asked for, checked
 train_mode            train mode and random numbers for the length of a run, and copies of the weights
 """
 
+from lapwing.training.autoencoder import LaplacianAutoencoder
 from lapwing.training.continual import Continual, Learned
 from lapwing.training.evidence_ascent import Hyper, adam
 from lapwing.training.gauss_newton import GaussNewton
@@ -34,6 +36,7 @@ __all__ = [
     "GaussNewton",
     "Hyper",
     "Keeper",
+    "LaplacianAutoencoder",
     "Learned",
     "Step",
     "Trained",

@@ -1,0 +1,268 @@
+"""Online training of an autoencoder (source, equations 10, 11, 64 and 65): one draw of the weights for every step.
+
+    theta'   ~ N(theta, (prior + H / T)^-1)                         once a step
+    theta    <- optimiser step on the gradient of the batch's loss at theta'
+    H        <- (1 - forgetting) H + weight * [N / B] * curvature of the batch        at theta, or at theta'
+
+A step costs a draw, the gradient, and the curvature of the batch: with the sampled diagonal a backward pass at the
+draw, and a forward pass more at the mean. Memory: H, the drawn weights and a few vectors [P] beside those of a training
+step. The network runs in eval mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from math import isfinite, nan
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapwing.errors import DataError, ModelError, OptionError, StorageError
+from lapwing.estimate.data_pass import check_loss, pair
+from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Curvature, Diagonal, Precision
+from lapwing.linalg.autocast import outside_autocast
+from lapwing.linalg.checks import normal
+from lapwing.serialize import compact, pack, unpack
+from lapwing.tangent import Linearisation, Tangent
+from lapwing.tangent.fallback import gradients
+from lapwing.tangent.inputs import all_finite, batch_size
+from lapwing.training.autoencoder.curvatures import OfBatch
+from lapwing.training.stepped_run import Step
+
+PLACES = ("mean", "draw")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The numbers of the update.
+
+    prior_precision   of every weight; it is not forgotten
+    start             H before the first batch, forgotten like the rest of it
+    forgetting        the share of H that a step forgets (alpha)
+    weight            what the curvature of a batch is multiplied by
+    rescale           whether it is multiplied by N / B too: from the batch to the data set
+    temperature       divides H where weights are drawn: below 1 the posterior is cold
+    at                where the curvature is taken: at the "draw", which has its forward pass done, or at the "mean" of
+                      the weights, to the letter of equation 11
+    """
+
+    prior_precision: float | int = 1.0
+    start: float | int = 0.0
+    forgetting: float | int = 1e-4
+    weight: float | int = 1.0
+    rescale: bool = False
+    temperature: float | int = 1.0
+    at: str = "draw"
+
+    def __post_init__(self) -> None:
+        for name, above in (("prior_precision", False), ("start", False), ("weight", True), ("temperature", True)):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+            if not number or value < 0 or (above and not value):
+                raise OptionError(f"{name} is {value!r}; expected a finite number {'> 0' if above else '>= 0'}.")
+        share = self.forgetting
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise OptionError(f"forgetting is {share!r}; expected a share from 0 up to, but not, 1.")
+        if not isinstance(self.rescale, bool):
+            raise OptionError(f"rescale is {self.rescale!r}; expected True or False.")
+        if self.at not in PLACES:
+            raise OptionError(f"at is {self.at!r}; expected one of {list(PLACES)}.")
+        if not self.prior_precision and not self.start:
+            raise OptionError(
+                "prior_precision and start are both 0, and there is nothing to draw weights from before the first "
+                "batch; expected one of them above 0."
+            )
+
+
+@dataclass(eq=False)
+class Running:
+    """H and how much of its start is left: q(theta) = N(theta, (prior + (H + start) / T)^-1).
+
+    A diagonal H is updated in place, and drawn from with buffers that are kept: at a few multiplications per weight a
+    step would otherwise spend its time on fresh memory.
+    """
+
+    schedule: Schedule
+    size: int
+    curvature: Curvature | None
+    start: float
+    _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(schedule: Schedule, size: int) -> Running:
+        return Running(schedule, size, None, float(schedule.start))
+
+    @property
+    def flat(self) -> float:
+        """What is added to H / T: the prior, and what is left of the start."""
+        return self.schedule.prior_precision + self.start / self.schedule.temperature
+
+    def buffer(self, name: str, like: Tensor) -> Float[Tensor, " size"]:
+        """A vector that keeps its memory from step to step, not its values."""
+        if name not in self._buffers:
+            self._buffers[name] = like.new_empty(self.size)
+        return self._buffers[name]
+
+    def precision(self, like: Tensor) -> Precision:
+        """prior + H / T; before the first batch of the start alone."""
+        curvature = Diagonal(like.new_zeros(self.size)) if self.curvature is None else self.curvature
+        if self.schedule.temperature != 1:
+            curvature = curvature * (1 / self.schedule.temperature)
+        return curvature.with_prior(self.flat)
+
+    def draw(self, like: Tensor, generator: torch.Generator | None) -> Float[Tensor, " size"]:
+        """theta' - theta, as `precision` draws it."""
+        if not isinstance(self.curvature, Diagonal):
+            return self.precision(like).draw(1, generator)[0]
+        spread = torch.mul(self.curvature.values, 1 / self.schedule.temperature, out=self.buffer("spread", like))
+        return normal((self.size,), like, generator).mul_(spread.add_(self.flat).rsqrt_())
+
+    def update(self, new: Curvature, factor: float) -> None:
+        """H <- (1 - forgetting) H + factor * new."""
+        kept = 1 - self.schedule.forgetting
+        before = self.curvature
+        if isinstance(before, Diagonal) and isinstance(new, Diagonal):
+            before.values.mul_(kept).add_(new.values, alpha=factor)
+        else:
+            new = new.clone() if isinstance(new, Diagonal) else new  # it may lie in a buffer
+            new = new if factor == 1 else new.discounted(factor)
+            self.curvature = new if before is None else before.discounted(kept).pooled(new)
+        self.start *= kept
+
+
+@dataclass(eq=False)
+class OnlineSteps:
+    """Steps on the weights of `tangent`'s model; meets what a `SteppedRun` asks of an optimiser.
+
+    `running` None is plain training: no draw and no curvature. `settings` must not differ where a run goes on.
+    """
+
+    tangent: Tangent
+    likelihood: Likelihood
+    optimizer: torch.optim.Optimizer
+    of_batch: OfBatch | None
+    running: Running | None
+    points: int | None
+    generator: torch.Generator | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    number: int = 0
+    drawn: Tangent = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drawn = self.tangent if self.running is None else _twin(self.tangent)
+
+    @outside_autocast
+    def step_over(self, batches: Iterable[Any]) -> Step:
+        """One step on one batch. Nothing is changed before all that the step needs has been found finite."""
+        (batch,) = batches
+        x, y = pair(batch)
+        size = batch_size(x)
+        if self.running is not None:
+            self._draw(self.running)
+        there = self.drawn.at(x)
+        value = there.value
+        loss = -float(check_loss(self.likelihood, value, y).double().sum()) / size
+        cotangent = (self.likelihood.grad(value, y) / size).to(there.output.dtype)
+        gradient = gradients(there.output, list(self.drawn.parameters.values()), cotangent, retain_graph=True)
+        found = [each for each in gradient if each is not None]
+        norm = float(torch.stack(torch._foreach_norm(found)).double().norm()) if found else 0.0
+        if not isfinite(norm) and not all(all_finite(each) for each in found):
+            raise DataError(
+                "the gradient of the loss holds NaN or infinite entries; expected finite ones. Use a smaller learning "
+                "rate, or check the data."
+            )
+        new = None if self.running is None else self._curvature(self.running, there, x, y)
+        self._apply(gradient)
+        if self.running is not None and new is not None:
+            self.running.update(new, self._factor(self.running.schedule, size))
+        self.number += 1
+        return Step(self.number - 1, loss, nan, nan, nan, nan, nan, True, 0, norm)
+
+    @torch.no_grad()
+    def _draw(self, running: Running) -> None:
+        """Writes a draw of the weights into the twin."""
+        mean, into, space = self.tangent.parameters, self.drawn.parameters, self.tangent.space
+        like = torch.empty(0, dtype=space.dtype, device=space.device)
+        for name, away in space.unravel(running.draw(like, self.generator)).items():
+            torch.add(mean[name], away.to(mean[name].dtype), out=into[name])
+
+    @torch.no_grad()
+    def _curvature(self, running: Running, there: Linearisation, x: Any, y: Tensor) -> Curvature:
+        assert self.of_batch is not None
+        here = there if running.schedule.at == "draw" else self.tangent.at(x)
+        new = self.of_batch(here, self.likelihood, x, y, self.generator, running.buffer("new", here.value))
+        if not all_finite(new.diagonal()):
+            raise DataError("the curvature of the batch is NaN or infinite; expected finite numbers. Check the data.")
+        return new
+
+    def _factor(self, schedule: Schedule, size: int) -> float:
+        if not schedule.rescale:
+            return float(schedule.weight)
+        assert self.points is not None
+        return schedule.weight * self.points / size
+
+    def _apply(self, gradient: Sequence[Tensor | None]) -> None:
+        """A step of the optimiser on this gradient; gradients that the parameters held are theirs again."""
+        parameters = list(self.tangent.parameters.values())
+        before = [tensor.grad for tensor in parameters]
+        try:
+            for tensor, value in zip(parameters, gradient, strict=True):
+                tensor.grad = torch.zeros_like(tensor) if value is None else value
+            self.optimizer.step()
+        finally:
+            for tensor, value in zip(parameters, before, strict=True):
+                tensor.grad = value
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, Any]:
+        return {**self.settings, "online": self.running is not None} | (
+            {} if self.running is None else asdict(self.running.schedule)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = None
+        if self.running is not None and self.running.curvature is not None:
+            self.running.curvature = compact(self.running.curvature)
+            description, tensors = pack(self.running.curvature)
+            kept = {"description": description, "tensors": tensors}
+        return {
+            "number": self.number,
+            "optimizer": self.optimizer.state_dict(),
+            "curvature": kept,
+            "start": None if self.running is None else self.running.start,
+            "settings": self._settings(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        settings, ours = dict(state_dict["settings"]), self._settings()
+        other = [name for name in {**ours, **settings} if ours.get(name) != settings.get(name)]
+        if other:
+            raise StorageError(
+                f"the checkpoint is of another run: {other[0]} was {settings.get(other[0])} and is "
+                f"{ours.get(other[0])}. Expected the same settings. Restore them, or delete the file."
+            )
+        self.number = state_dict["number"]
+        self.optimizer.load_state_dict(dict(state_dict["optimizer"]))
+        kept = state_dict["curvature"]
+        if self.running is not None:
+            curvature = None if kept is None else unpack(kept["description"], kept["tensors"])
+            assert curvature is None or isinstance(curvature, Curvature)
+            self.running = Running(self.running.schedule, self.running.size, curvature, float(state_dict["start"]))
+
+
+def _twin(tangent: Tangent) -> Tangent:
+    """The same network with weights of its own, into which draws are written."""
+    try:
+        model = deepcopy(tangent.model)
+    except Exception as error:
+        raise ModelError(
+            f"the autoencoder cannot be copied ({error}); expected modules that copy.deepcopy takes, as weights are "
+            "drawn into a copy. Detach tensors that modules keep as attributes."
+        ) from error
+    return Tangent(model, tangent.space, tangent.budget, evaluate=True)
