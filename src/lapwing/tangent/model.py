@@ -1,7 +1,7 @@
 """Tangent: a network and its Jacobian at a batch of inputs, as a linear map that is never spelled out unless asked.
 
 at(x)      one recorded forward pass
-.mv(v)     J v          [B, *out]     two backward passes
+.mv(v)     J v          [B, *out]     two thirds of a gradient, or two backward passes
 .rmv(u)    J^T u        [P]           one backward pass
 .pull(V)   V^T J        R backward passes, in factored form per layer
 .rows()    J            [B, C, P]
@@ -40,6 +40,7 @@ from lapwing.tangent.inputs import call, check_input, outside_inference, shape_k
 from lapwing.tangent.paths import custom_function
 from lapwing.tangent.private import private
 from lapwing.tangent.probe import Probe, probe
+from lapwing.tangent.pushforward import pushed
 from lapwing.tangent.record import Record, Recorder, whole_aliases
 from lapwing.tangent.samples import SampleAxis
 from lapwing.tangent.sources import Alias, Derived
@@ -234,7 +235,9 @@ class Linearisation:
 
     @outside_autocast
     def mv(self, v: Float[Tensor, " params"]) -> Float[Tensor, "batch *out"]:
-        """J v: J^T u is linear in u, and its derivative along v is J v. About two backward passes.
+        """J v by tangents where every operation has a rule (`pushforward`), two thirds of a gradient.
+
+        Elsewhere J^T u is linear in u, and its derivative along v is J v: about two backward passes.
 
         Where J v is to be differentiated in the inputs, it is had from the rows: torch 2.13 has no third derivative of
         layer_norm, and gives a wrong one.
@@ -245,6 +248,9 @@ class Linearisation:
             return torch.cat(parts, dim=1).reshape(self.output.shape)
         with torch.inference_mode(False), torch.enable_grad():
             v = v.clone() if v.is_inference() else v
+            product = self._by_tangents(v)
+            if product is not None:
+                return product
             if self.tangent.differentiable_twice(self):
                 with suppress(RuntimeError):  # an operation that the batch which was tried did not meet
                     return self._derivative_along(v)
@@ -253,6 +259,12 @@ class Linearisation:
                 for eye in self.identity(self.cotangent_bytes + 8 * self.batch * self.space.total)
             ]
             return torch.cat(parts).mT.reshape(self.output.shape)
+
+    def _by_tangents(self, v: Tensor) -> Tensor | None:
+        parameters, direction = self.tangent.parameters, self.space.unravel(v)
+        directions = [direction[name].to(tensor.dtype) for name, tensor in parameters.items()]
+        product = pushed(self.output, list(parameters.values()), directions)
+        return None if product is None else product.to(self.space.dtype)
 
     @cached_property
     def adjoint(self) -> bool:
