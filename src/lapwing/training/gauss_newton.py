@@ -48,7 +48,7 @@ from lapwing.priors import Prior
 from lapwing.serialize import compact, pack, unpack
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
-from lapwing.tangent.inputs import batch_size, take
+from lapwing.tangent.inputs import all_finite, batch_size, take
 from lapwing.training.damping import Damping
 from lapwing.training.quadratic import Here, Pair, Penalty, Plan
 from lapwing.training.stepped_run import Step, SteppedRun
@@ -194,7 +194,8 @@ class GaussNewton(torch.optim.Optimizer):
 
     def _renew(self, here: Here) -> None:
         """The curvature of these batches, or its average with those before."""
-        new = self.estimator(self.tangent, self.likelihood, here.batches, generator=self.generator)
+        tangent = self.tangent if here.kept is None else self.tangent.holding(here.kept[0])
+        new = self.estimator(tangent, self.likelihood, here.batches, generator=self.generator)
         points = float(here.points)
         if self.moving_average and self._curvature is not None:
             before, share = self._curvature, self.moving_average
@@ -207,13 +208,13 @@ class GaussNewton(torch.optim.Optimizer):
         curvature, points = self._curvature
         if self._precision is None or self._precision[0] != zeta:
             self._precision = zeta, curvature.with_prior(points * (self.penalty.decay + zeta))
-        return -self._precision[1].solve(points * here.gradient)
+        return self._precision[1].solve(-points * here.gradient)
 
     def _plan(self, here: Here, zeta: float) -> Plan:
-        directions = [self._direction(here, zeta)]
+        directions = self._direction(here, zeta).unsqueeze(0)
         if self.momentum and self._last is not None:
-            directions.append(self._last)
-        return Plan.of(here, torch.stack(directions), zeta)
+            directions = torch.cat([directions, self._last.unsqueeze(0)])
+        return Plan.of(here, directions, zeta)
 
     def _first(self, here: Here) -> None:
         """Damping to begin with: the largest whose step lowers the loss nearly as much as the best of those tried.
@@ -236,7 +237,7 @@ class GaussNewton(torch.optim.Optimizer):
             damping = share * scale if scale < inf else share
             plan = self._plan(there, zeta if isinstance(zeta, (int, float)) else damping)
             coefficients, _ = plan.best(tau if tau is not None else damping)
-            found.append((damping, here.value - here.loss(plan.step(coefficients))))
+            found.append((damping, here.value - here.loss(here.theta + plan.step(coefficients))))
         best = max((gain for _, gain in found if isfinite(gain)), default=-inf)
         enough = [damping for damping, gain in found if best > 0 and gain >= ENOUGH * best]
         chosen = enough[0] if enough else found[0][0]
@@ -290,14 +291,15 @@ class GaussNewton(torch.optim.Optimizer):
         while not accepted and refused <= TRIES:
             coefficients, promised = plan.best(self.damping.tau)
             step = plan.step(coefficients)
-            if torch.equal(here.theta + step, here.theta):  # too short to change a weight, or zero
+            there = here.theta + step
+            if torch.equal(there, here.theta):  # too short to change a weight, or zero
                 break
-            if isfinite(promised) and bool(torch.isfinite(step).all()):
+            if isfinite(promised) and all_finite(there):
                 length = float(coefficients[0])
-                after = here.loss(step) if self.verify or due else nan
+                after = here.loss(there) if self.verify or due else nan
                 accepted = after != after if not (self.verify or due) else after <= here.value + slack
                 if accepted:
-                    self._write(here.theta + step)
+                    self._write(there)
                     self._last = step if self.momentum else None
                     break
             along = float(plan.bends[0, 0] / plan.norms[0, 0]) if float(plan.norms[0, 0]) else 0.0
