@@ -113,7 +113,7 @@ class Tangent:
         return private(self.model, self.evaluate)
 
     def holding(self, linearisation: Linearisation) -> Tangent:
-        """The same tangent, with a linearisation at the present weights: asked for it again, it makes no second pass."""
+        """The same tangent, with a linearisation at the present weights: for its inputs there is no second pass."""
         return replace(self, _held=linearisation)
 
     @outside_modes

@@ -42,7 +42,7 @@ class Penalty:
         return float((self.decay * away * away).sum()) / 2
 
     def added_to(self, gradient: Tensor, theta: Tensor) -> Tensor:
-        """The gradient of a loss and of this: a weight decay alone takes one pass over the weights, and none if zero."""
+        """The gradient of a loss and of this: a number alone takes one pass over the weights, and none if zero."""
         if isinstance(self.decay, float) and isinstance(self.mean, (int, float)) and not self.mean:
             return gradient.add(theta, alpha=self.decay) if self.decay else gradient
         return gradient + self.decay * (theta - self.mean)
