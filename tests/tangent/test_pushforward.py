@@ -78,10 +78,14 @@ def check(model: nn.Module, x: Tensor, space: ParamSpace | None = None, followed
 
 
 @pytest.mark.parametrize("function", ACTIVATIONS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_tangents_are_the_jacobian_times_a_vector(function: Callable[[Tensor], Tensor], bias: bool) -> None:
+def test_tangents_are_the_jacobian_times_a_vector(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    check(Sandwich(function, bias), torch.randn(5, 3).double())
+    check(Sandwich(function), torch.randn(5, 3).double())
+
+
+def test_layers_without_a_bias() -> None:
+    torch.manual_seed(0)
+    check(Sandwich(torch.tanh, bias=False), torch.randn(5, 3).double())
 
 
 def test_linear_layers_of_sequences_of_vectors() -> None:
