@@ -75,12 +75,12 @@ def parts(model: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
     split = kfac(tangent, likelihood, data, generator=generator, factored_damping=True)
     here = Here.of(tangent, likelihood, Penalty(), data)
     eigen, inverse = whole.with_prior(1000.0), split.with_prior(1000.0)
-    zero, described = torch.zeros_like(here.theta), pack(whole)
+    described = pack(whole)
     work: dict[str, Callable[[], object]] = {
         "gradient, plain": lambda: gradients(model, [x]),
         "loss and gradient": lambda: Here.of(tangent, likelihood, Penalty(), data),
         "product with the exact curvature": lambda: here.bends(here.gradient.unsqueeze(0)),
-        "loss behind the step": lambda: here.loss(zero),
+        "loss behind the step": lambda: here.loss(here.theta),
         "solve, eigenbasis": lambda: eigen.solve(here.gradient),
         "solve, split damping": lambda: inverse.solve(here.gradient),
         "curvature, drawn": lambda: kfac(tangent, likelihood, data, generator=generator),

@@ -85,6 +85,58 @@ def test_a_step_of_a_prior_with_a_mean_ends_at_its_own_solution() -> None:
     torch.testing.assert_close(weights(model), expected, rtol=1e-9, atol=1e-12)
 
 
+def renewals(refresh: int, count: int, **damping: Any) -> tuple[list[int], list[Tensor], list[Tensor]]:
+    """Steps that renewed the curvature, what each of them estimated, and the average that it left."""
+    steps, seen, kept = [], [], []
+
+    def diagonal(*args: Any, **options: Any) -> Any:
+        found = estimate.diagonal(*args, **options)
+        if len(args[2][0][0]) == len(X):  # the search at the first step takes halves
+            steps.append(optimiser.number)
+            seen.append(found.diagonal())
+        return found
+
+    optimiser = GaussNewton(network(), Gaussian(), structure=diagonal, refresh=refresh, zeta_every=10**6, **damping)
+    for _ in range(count):
+        optimiser.step(X, Y)
+        assert optimiser._curvature is not None
+        if len(kept) < len(seen):
+            kept.append(optimiser._curvature[0].diagonal())
+    return steps, seen, kept
+
+
+def test_curvature_is_new_where_zeta_is_looked_for_and_the_first_steps_are_forgotten() -> None:
+    """The first steps go farthest: what was estimated before them is far from the curvature behind them."""
+    steps, seen, kept = renewals(5, 17)
+    assert steps == [0, 1, 2, 4, 5, 8, 10, 15, 16]
+    expected = seen[0]
+    for step, new, found in zip(steps, seen, kept, strict=True):
+        expected = new if step < 5 else 0.9 * expected + 0.1 * new
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_given_damping_averages_from_the_beginning() -> None:
+    steps, seen, kept = renewals(5, 11, tau=1.0, zeta=1.0)
+    assert steps == [0, 5, 10]
+    torch.testing.assert_close(kept[1], 0.9 * seen[0] + 0.1 * seen[1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(kept[2], 0.9 * kept[1] + 0.1 * seen[2], rtol=1e-9, atol=1e-12)
+
+
+def test_the_curvature_of_a_step_is_that_of_a_pass_of_its_own() -> None:
+    """It is estimated on the pass that the gradient made, and is the same."""
+    model = network(3)
+    optimiser = GaussNewton(
+        model, Categorical(), tau=1.0, zeta=1.0, refresh=1, moving_average=0, generator=torch.Generator().manual_seed(3)
+    )
+    expected = estimate.kfac(Tangent(model), Categorical(), [(X, LABELS)], generator=torch.Generator().manual_seed(3))
+    optimiser.step(X, LABELS)
+    assert optimiser._curvature is not None
+    assert torch.equal(optimiser._curvature[0].diagonal(), expected.diagonal())
+    expected = estimate.kfac(Tangent(model), Categorical(), [(X, LABELS)], generator=deepcopy(optimiser.generator))
+    optimiser.step(X, LABELS)
+    assert torch.equal(optimiser._curvature[0].diagonal(), expected.diagonal())
+
+
 def test_kfac_is_kflr_in_expectation() -> None:
     """Means of drawn factors over 100 draws lie within four standard errors of the exact ones."""
     model, generator = network(3), torch.Generator().manual_seed(0)

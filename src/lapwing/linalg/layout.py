@@ -97,15 +97,41 @@ class MatrixLayout:
         return self.cols + (self.bias is not None)
 
     def gather(self, v: Shaped[Tensor, "*batch flat"]) -> Shaped[Tensor, "*batch groups rows width"]:
+        weight, bias = self.gather_apart(v)
+        return weight if bias is None else torch.cat([weight, bias], dim=-1)
+
+    def gather_apart(
+        self, v: Shaped[Tensor, "*batch flat"]
+    ) -> tuple[Shaped[Tensor, "*batch groups rows cols"], Shaped[Tensor, "*batch groups rows 1"] | None]:
+        """The weight, a view of v where its order allows, and its bias if there is one."""
         lead = v.shape[:-1]
         weight = v[..., self.start : self.start + prod(self.stored)].reshape(*lead, *self.stored)
         order = [len(lead) + axis for axis in self.order] if lead else self.order
         weight = weight.permute(*range(len(lead)), *order)
         weight = weight.reshape(*lead, self.groups, self.rows, self.cols)
         if self.bias is None:
-            return weight
+            return weight, None
         bias = v[..., self.bias : self.bias + self.groups * self.rows].reshape(*lead, self.groups, self.rows, 1)
-        return torch.cat([weight, bias], dim=-1)
+        return weight, bias
+
+    def flat(
+        self,
+        weight: Float[Tensor, "*batch groups rows cols"],
+        bias: Float[Tensor, "*batch groups rows 1"] | None,
+    ) -> Float[Tensor, "*batch flat"]:
+        """The reverse of `gather_apart`, where the two are all there is."""
+        parts = {self.start: self._stored(weight)}
+        if bias is not None and self.bias is not None:
+            parts[self.bias] = bias.flatten(-3)
+        return torch.cat([parts[start] for start in sorted(parts)], dim=-1)
+
+    def _stored(self, weight: Float[Tensor, "*batch groups rows cols"]) -> Float[Tensor, "*batch entries"]:
+        """A weight in the order of its parameter."""
+        lead = weight.shape[:-3]
+        weight = weight.reshape(*lead, *(self.stored[axis] for axis in self.order))
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        weight = weight.permute(*range(len(lead)), *(len(lead) + axis for axis in back))
+        return weight.reshape(*lead, prod(self.stored))
 
     def scatter_add(self, matrix: Float[Tensor, "*batch groups rows width"], out: Float[Tensor, "*batch flat"]) -> None:
         for place, part in self._parts(matrix):
@@ -118,14 +144,9 @@ class MatrixLayout:
 
     def _parts(self, matrix: Float[Tensor, "*batch groups rows width"]) -> Iterator[tuple[slice, Tensor]]:
         """The entries of the weight, and of the bias, in flat order."""
-        lead = matrix.shape[:-3]
-        weight = matrix[..., : self.cols].reshape(*lead, *(self.stored[axis] for axis in self.order))
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        weight = weight.permute(*range(len(lead)), *(len(lead) + axis for axis in back))
-        yield slice(self.start, self.start + prod(self.stored)), weight.reshape(*lead, prod(self.stored))
+        yield slice(self.start, self.start + prod(self.stored)), self._stored(matrix[..., : self.cols])
         if self.bias is not None:
-            bias = matrix[..., self.cols].reshape(*lead, self.groups * self.rows)
-            yield slice(self.bias, self.bias + self.groups * self.rows), bias
+            yield slice(self.bias, self.bias + self.groups * self.rows), matrix[..., self.cols].flatten(-2)
 
     def moved(self, to: Segments) -> MatrixLayout:
         """The same layout in the local coordinates of `to`."""

@@ -1,7 +1,7 @@
 """Tangent: a network and its Jacobian at a batch of inputs, as a linear map that is never spelled out unless asked.
 
 at(x)      one recorded forward pass
-.mv(v)     J v          [B, *out]     two backward passes
+.mv(v)     J v          [B, *out]     two thirds of a gradient, or two backward passes
 .rmv(u)    J^T u        [P]           one backward pass
 .pull(V)   V^T J        R backward passes, in factored form per layer
 .rows()    J            [B, C, P]
@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,7 @@ from lapwing.tangent.inputs import call, check_input, outside_inference, shape_k
 from lapwing.tangent.paths import custom_function
 from lapwing.tangent.private import private
 from lapwing.tangent.probe import Probe, probe
+from lapwing.tangent.pushforward import pushed
 from lapwing.tangent.record import Record, Recorder, whole_aliases
 from lapwing.tangent.samples import SampleAxis
 from lapwing.tangent.sources import Alias, Derived
@@ -63,6 +64,7 @@ class Tangent:
     _probes: dict[tuple, Probe] = field(default_factory=dict, repr=False)
     _twice: bool | None = field(default=None, repr=False)
     _routed: bool = field(default=False, repr=False)
+    _held: Linearisation | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.space is None:
@@ -110,9 +112,15 @@ class Tangent:
         """The network to run: a private copy of the model, with the model's own parameters."""
         return private(self.model, self.evaluate)
 
+    def holding(self, linearisation: Linearisation) -> Tangent:
+        """The same tangent, with a linearisation at the present weights: for its inputs there is no second pass."""
+        return replace(self, _held=linearisation)
+
     @outside_modes
     def at(self, x: Any) -> Linearisation:
         """One recorded forward pass at the inputs x."""
+        if self._held is not None and self._held.x is x:
+            return self._held
         x = outside_inference(x)
         batch = check_input(x, self.space.device)
         parameters = self.parameters
@@ -234,7 +242,9 @@ class Linearisation:
 
     @outside_autocast
     def mv(self, v: Float[Tensor, " params"]) -> Float[Tensor, "batch *out"]:
-        """J v: J^T u is linear in u, and its derivative along v is J v. About two backward passes.
+        """J v by tangents where every operation has a rule (`pushforward`), two thirds of a gradient.
+
+        Elsewhere J^T u is linear in u, and its derivative along v is J v: about two backward passes.
 
         Where J v is to be differentiated in the inputs, it is had from the rows: torch 2.13 has no third derivative of
         layer_norm, and gives a wrong one.
@@ -245,6 +255,9 @@ class Linearisation:
             return torch.cat(parts, dim=1).reshape(self.output.shape)
         with torch.inference_mode(False), torch.enable_grad():
             v = v.clone() if v.is_inference() else v
+            product = self._by_tangents(v)
+            if product is not None:
+                return product
             if self.tangent.differentiable_twice(self):
                 with suppress(RuntimeError):  # an operation that the batch which was tried did not meet
                     return self._derivative_along(v)
@@ -253,6 +266,12 @@ class Linearisation:
                 for eye in self.identity(self.cotangent_bytes + 8 * self.batch * self.space.total)
             ]
             return torch.cat(parts).mT.reshape(self.output.shape)
+
+    def _by_tangents(self, v: Tensor) -> Tensor | None:
+        parameters, direction = self.tangent.parameters, self.space.unravel(v)
+        directions = [direction[name].to(tensor.dtype) for name, tensor in parameters.items()]
+        product = pushed(self.output, list(parameters.values()), directions)
+        return None if product is None else product.to(self.space.dtype)
 
     @cached_property
     def adjoint(self) -> bool:

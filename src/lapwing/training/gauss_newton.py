@@ -9,8 +9,9 @@
         step = optimiser.step(x, y)
 
 A step whose loss rises on its own batch, or is not finite, is refused: the weights stay, and tau is raised until the
-loss falls. It costs a gradient, the product J d (as much again), a solve, a forward pass to verify, and every `refresh`
-steps the curvature of a batch with its decomposition. Memory: the curvature, its decomposition, and three vectors [P].
+loss falls. It costs a gradient, the product J d (two thirds of one; twice that where `tangent.pushforward` lacks a
+rule), a solve, a forward pass to verify, and every `refresh` steps the curvature of a batch with its decomposition.
+Memory: the curvature, its decomposition, and three vectors [P].
 
 The network runs as it is: in train mode, batch normalisation (whose samples depend on each other) and dropout are
 refused by name; with `frozen=True` steps run in eval mode, with the statistics that there are and without dropout.
@@ -48,7 +49,7 @@ from lapwing.priors import Prior
 from lapwing.serialize import compact, pack, unpack
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
-from lapwing.tangent.inputs import batch_size, take
+from lapwing.tangent.inputs import all_finite, batch_size, take
 from lapwing.training.damping import Damping
 from lapwing.training.quadratic import Here, Pair, Penalty, Plan
 from lapwing.training.stepped_run import Step, SteppedRun
@@ -76,9 +77,10 @@ class GaussNewton(torch.optim.Optimizer):
 
     `tau` and `zeta` start where they are given, or are found at the first step, which tries a few; `zeta="tied"` is tau
     at all times, for curvatures that are exact. `moving_average` is the weight of the past in the curvature, 0 for that
-    of one batch alone; a curvature serves `refresh` steps. `momentum` adds the last step as a second direction of the
-    same quadratic. `verify=False` looks at the loss behind a step only when tau is due: a rise in between is not seen.
-    `micro_batch` splits batches, for memory. There is no learning rate, and no scheduler for it.
+    of one batch alone; a curvature serves `refresh` steps, or fewer while damping is looked for. `momentum` adds the
+    last step as a second direction of the same quadratic. `verify=False` looks at the loss behind a step only when tau
+    is due: a rise in between is not seen. `micro_batch` splits batches, for memory. There is no learning rate, and no
+    scheduler for it.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class GaussNewton(torch.optim.Optimizer):
         parts = self._parts(batches)
         with named(f"step {self.number}"):
             here = Here.of(self.tangent, self.likelihood, self.penalty, parts)
-            if self._curvature is None or self.number % self.refresh == 0:
+            if self._curvature is None or self.number % self.refresh == 0 or self._far_and_wide:
                 self._renew(here)
             if self._search:
                 self._first(here)
@@ -193,10 +195,16 @@ class GaussNewton(torch.optim.Optimizer):
             yield take(x, part), y[part]
 
     def _renew(self, here: Here) -> None:
-        """The curvature of these batches, or its average with those before."""
-        new = self.estimator(self.tangent, self.likelihood, here.batches, generator=self.generator)
+        """The curvature of these batches, or its average with those before.
+
+        Where damping is found, the average begins after the first `refresh` steps: those go farthest, and what they
+        leave behind may be a thousand times less curved. Kept, it would be nine tenths of the average for long.
+        """
+        tangent = self.tangent if here.kept is None else self.tangent.holding(here.kept[0])
+        new = self.estimator(tangent, self.likelihood, here.batches, generator=self.generator)
         points = float(here.points)
-        if self.moving_average and self._curvature is not None:
+        young = self._given[1] is None and self.number < self.refresh
+        if self.moving_average and self._curvature is not None and not young:
             before, share = self._curvature, self.moving_average
             new = before[0].discounted(share).pooled(new.discounted(1 - share))
             points = share * before[1] + (1 - share) * points
@@ -207,13 +215,13 @@ class GaussNewton(torch.optim.Optimizer):
         curvature, points = self._curvature
         if self._precision is None or self._precision[0] != zeta:
             self._precision = zeta, curvature.with_prior(points * (self.penalty.decay + zeta))
-        return -self._precision[1].solve(points * here.gradient)
+        return self._precision[1].solve(-points * here.gradient)
 
     def _plan(self, here: Here, zeta: float) -> Plan:
-        directions = [self._direction(here, zeta)]
+        directions = self._direction(here, zeta).unsqueeze(0)
         if self.momentum and self._last is not None:
-            directions.append(self._last)
-        return Plan.of(here, torch.stack(directions), zeta)
+            directions = torch.cat([directions, self._last.unsqueeze(0)])
+        return Plan.of(here, directions, zeta)
 
     def _first(self, here: Here) -> None:
         """Damping to begin with: the largest whose step lowers the loss nearly as much as the best of those tried.
@@ -236,7 +244,7 @@ class GaussNewton(torch.optim.Optimizer):
             damping = share * scale if scale < inf else share
             plan = self._plan(there, zeta if isinstance(zeta, (int, float)) else damping)
             coefficients, _ = plan.best(tau if tau is not None else damping)
-            found.append((damping, here.value - here.loss(plan.step(coefficients))))
+            found.append((damping, here.value - here.loss(here.theta + plan.step(coefficients))))
         best = max((gain for _, gain in found if isfinite(gain)), default=-inf)
         enough = [damping for damping, gain in found if best > 0 and gain >= ENOUGH * best]
         chosen = enough[0] if enough else found[0][0]
@@ -246,6 +254,11 @@ class GaussNewton(torch.optim.Optimizer):
             zeta=chosen if zeta is None else self.damping.zeta,
         )
         self._search, self._curvature, self._precision = False, kept, None
+
+    @property
+    def _far_and_wide(self) -> bool:
+        """Whether zeta is looked for far and wide in this step, with a new curvature: the old one may be outrun."""
+        return self._given[1] is None and self.number.bit_count() == 1
 
     def _far(self, here: Here) -> Plan:
         """Zeta by powers of ten: the largest that promises nearly as much as the best, wherever that leads.
@@ -279,7 +292,7 @@ class GaussNewton(torch.optim.Optimizer):
             plans = [self._plan(here, zeta) for zeta in self.damping.candidates()]
             plan = min(plans, key=lambda each: each.best(self.damping.tau)[1])
             self.damping = self.damping.with_zeta(plan.zeta)
-        elif self._given[1] is None and self.number.bit_count() == 1:
+        elif self._far_and_wide:
             plan = self._far(here)
         else:
             plan = self._plan(here, self.damping.of_curvature)
@@ -290,14 +303,15 @@ class GaussNewton(torch.optim.Optimizer):
         while not accepted and refused <= TRIES:
             coefficients, promised = plan.best(self.damping.tau)
             step = plan.step(coefficients)
-            if torch.equal(here.theta + step, here.theta):  # too short to change a weight, or zero
+            there = here.theta + step
+            if torch.equal(there, here.theta):  # too short to change a weight, or zero
                 break
-            if isfinite(promised) and bool(torch.isfinite(step).all()):
+            if isfinite(promised) and all_finite(there):
                 length = float(coefficients[0])
-                after = here.loss(step) if self.verify or due else nan
+                after = here.loss(there) if self.verify or due else nan
                 accepted = after != after if not (self.verify or due) else after <= here.value + slack
                 if accepted:
-                    self._write(here.theta + step)
+                    self._write(there)
                     self._last = step if self.momentum else None
                     break
             along = float(plan.bends[0, 0] / plan.norms[0, 0]) if float(plan.norms[0, 0]) else 0.0

@@ -41,10 +41,16 @@ class Penalty:
         away = (theta - self.mean).double()
         return float((self.decay * away * away).sum()) / 2
 
-    def gradient(self, theta: Tensor) -> Tensor:
-        return self.decay * (theta - self.mean)
+    def added_to(self, gradient: Tensor, theta: Tensor) -> Tensor:
+        """The gradient of a loss and of this: a number alone takes one pass over the weights, and none if zero."""
+        if isinstance(self.decay, float) and isinstance(self.mean, (int, float)) and not self.mean:
+            return gradient.add(theta, alpha=self.decay) if self.decay else gradient
+        return gradient + self.decay * (theta - self.mean)
 
     def products(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
+        """d_i^T diag(decay) d_j."""
+        if isinstance(self.decay, float):
+            return self.decay * (directions @ directions.mT).double()
         return (directions * self.decay @ directions.mT).double()
 
 
@@ -66,15 +72,17 @@ class Here:
     def of(tangent: Tangent, likelihood: Likelihood, penalty: Penalty, batches: Sequence[Pair]) -> Here:
         """One forward and one backward pass over the batches."""
         theta = tangent.space.values(tangent.model)
-        total, points, gradient, kept = 0.0, 0, torch.zeros_like(theta), None
+        points = sum(batch_size(x) for x, _ in batches)
+        total, gradient, kept = 0.0, None, None
         for number, (x, y) in enumerate(batches):
             with _part(batches, number):
                 each = tangent.at(x)
                 total -= float(check_loss(likelihood, each.value, y).double().sum())
-            points += batch_size(x)
-            gradient += each.rmv(likelihood.grad(each.value, y))
+            part = each.rmv(likelihood.grad(each.value, y) / points)
+            gradient = part if gradient is None else gradient + part
             kept = each, y
-        gradient = gradient / points + penalty.gradient(theta)
+        assert gradient is not None, "there is at least one batch"
+        gradient = penalty.added_to(gradient, theta)
         if not all_finite(gradient):
             raise DataError(
                 "the gradient of the loss holds NaN or infinite entries; expected finite ones. Check the data and the "
@@ -107,9 +115,9 @@ class Here:
             total = total + left @ right.mT / self.points
         return (total + total.mT) / 2
 
-    def loss(self, step: Float[Tensor, " params"]) -> float:
-        """E of the same batches at theta + step, which is not written into the model; NaN or infinite where f is."""
-        space, theta, total = self.tangent.space, self.theta + step, 0.0
+    def loss(self, theta: Float[Tensor, " params"]) -> float:
+        """E of the same batches at other weights, which are not written into the model; NaN or infinite where f is."""
+        space, total = self.tangent.space, 0.0
         network = Called(self.tangent.network())
         named = {f"model.{name}": value for name, value in self.tangent.tensors(theta).items()}
         with torch.no_grad():
@@ -153,6 +161,8 @@ class Plan:
         return torch.zeros_like(self.slopes), inf
 
     def step(self, coefficients: Float[Tensor, " k"]) -> Float[Tensor, " params"]:
+        if len(self.directions) == 1:
+            return float(coefficients[0]) * self.directions[0]
         return coefficients.to(self.directions.dtype) @ self.directions
 
 

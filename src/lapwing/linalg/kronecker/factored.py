@@ -39,10 +39,28 @@ class DampedPart:
     rows: Factor
 
     @cached_property
-    def inverses(self) -> tuple[Factor, Factor] | None:
-        """Of both factors; None where rounding leaves one without a Cholesky factor."""
-        found = [_inverse(factor) for factor in (self.cols, self.rows)]
-        return None if found[0] is None or found[1] is None else (found[0], found[1])
+    def inverse(self) -> DampedPart | None:
+        """That of both factors; None where rounding leaves one without a Cholesky factor."""
+        cols, rows = _inverse(self.cols), _inverse(self.rows)
+        return None if cols is None or rows is None else DampedPart(self.part, cols, rows)
+
+    @cached_property
+    def bordered(self) -> tuple[Factor, Tensor, Tensor]:
+        """The column factor as that of the weight [K, I, I], what joins it to the bias [K, I, 1], and the bias' own.
+
+        Products with the weight's part alone are a third faster: widths are rarely odd before the bias is added.
+        """
+        cols = self.cols if self.cols.dim() == 3 else torch.diag_embed(self.cols)
+        return cols[:, :-1, :-1].contiguous(), cols[:, :-1, -1:].contiguous(), cols[:, -1:, -1:]
+
+    def applied(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """G [W b] A, for a weight [..., K, O, I] and its bias [..., K, O, 1] that are damped together."""
+        inner, border, corner = self.bordered
+        if self.rows.dim() == 2:
+            weight, bias = weight * self.rows[:, :, None], bias * self.rows[:, :, None]
+        else:
+            weight, bias = self.rows @ weight, self.rows @ bias
+        return torch.addcmul(weight @ inner, bias, border.mT), weight @ border + bias * corner
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,21 +80,22 @@ class FactoredPrecision(Precision):
         return self.layout.groups * self.layout.rows * self.layout.width
 
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
-        return self._applied(v, [(part.cols, part.rows) for part in self.parts])
+        return self._applied(v, self.parts)
 
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
-        inverses = [part.inverses for part in self.parts]
+        inverses = [part.inverse for part in self.parts]
         known = [each for each in inverses if each is not None]
         return self._applied(v, known) if len(known) == len(inverses) else self.eigen.solve(v)
 
-    def _applied(self, v: Tensor, factors: Sequence[tuple[Factor, Factor]]) -> Tensor:
-        matrix = self.layout.gather(v)
-        out = torch.empty_like(matrix)
-        for part, (cols, rows) in zip(self.parts, factors, strict=True):
-            out[..., part.part] = apply(matrix[..., part.part], cols, rows)
-        flat = matrix.new_zeros(*v.shape[:-1], self.size)
-        self.layout.scatter_add(out, flat)
-        return flat
+    def _applied(self, v: Tensor, parts: Sequence[DampedPart]) -> Tensor:
+        weight, bias = self.layout.gather_apart(v)
+        if bias is None:
+            weight = apply(weight, parts[0].cols, parts[0].rows)
+        elif len(parts) == 1:
+            weight, bias = parts[0].applied(weight, bias)
+        else:
+            weight, bias = (apply(each, p.cols, p.rows) for each, p in zip((weight, bias), parts, strict=True))
+        return self.layout.flat(weight, bias)
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
         return self.eigen.draw(n, generator)
@@ -96,9 +115,9 @@ class FactoredPrecision(Precision):
 
 def damped(factor: Factor, by: Float[Tensor, " groups"]) -> Factor:
     """factor + by I, for each group."""
-    if factor.dim() == 2:
-        return factor + by[:, None]
-    return factor + torch.diag_embed(by[:, None].expand(factor.shape[:2]))
+    found = factor.clone()
+    (found if factor.dim() == 2 else found.diagonal(dim1=1, dim2=2)).add_(by[:, None])
+    return found
 
 
 def _inverse(factor: Factor) -> Factor | None:

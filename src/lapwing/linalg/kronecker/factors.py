@@ -95,7 +95,7 @@ def _same_form(factors: Sequence[Factor]) -> Tensor:
 
 
 def _add(a: Factor, b: Factor) -> Factor:
-    return _same_form([a, b]).sum(0)
+    return a + b if a.dim() == b.dim() else _same_form([a, b]).sum(0)
 
 
 def diagonal_of(factor: Factor) -> Tensor:
