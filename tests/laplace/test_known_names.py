@@ -301,9 +301,10 @@ def test_a_noise_level_of_the_likelihood_is_that_of_the_posterior(structure: str
 
 def test_the_extractor_finds_its_last_layer_and_gives_the_output_there() -> None:
     model = network()
-    extractor = FeatureExtractor(model)
-    assert extractor.last_layer is None
     x = torch.randn(4, next(model.parameters()).shape[1], dtype=next(model.parameters()).dtype)
-    torch.testing.assert_close(extractor.find_last_layer(x), model(x))
     *_, last = (each for each in model.modules() if isinstance(each, nn.Linear))
-    assert extractor.last_layer is last
+    for way in ("find_last_layer", "__call__"):
+        extractor = FeatureExtractor(model)
+        assert extractor.last_layer is None
+        torch.testing.assert_close(getattr(extractor, way)(x), model(x))
+        assert extractor.last_layer is last

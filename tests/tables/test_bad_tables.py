@@ -17,7 +17,7 @@ import pytest
 from lapwing.errors import DataError, LapwingWarning
 from lapwing.reporting.table_report import report_table
 from lapwing.tables.bundle import Bundle
-from lapwing.tables.columns import as_days, as_numbers, infer
+from lapwing.tables.columns import _far_day, as_days, as_numbers, infer
 from lapwing.tables.encoder import Column, Notes
 from lapwing.tables.fit import fit_table
 from lapwing.tables.reading import open_table
@@ -382,6 +382,14 @@ def test_long_cells_are_no_error(tmp_path: Path) -> None:
 def test_a_date_that_stands_for_never() -> None:
     dates = pd.Series(["1970-01-02", "9999-12-31", None])
     np.testing.assert_array_equal(as_days(dates, "ISO8601"), [1, 2932896, np.nan])
+
+
+def test_dates_that_only_pandas_3_can_read_are_counted_from_the_same_day() -> None:
+    assert _far_day("9999-12-31", "ISO8601") == 2932896
+    assert _far_day("31.12.9999", "%d.%m.%Y") == 2932896
+    assert _far_day("1600-01-01T12:00", "ISO8601") == -135140 + 0.5
+    assert np.isnan(_far_day("1970-01-02", "ISO8601"))  # near: pandas has read it if it can be read
+    assert np.isnan(_far_day("never", "ISO8601"))
 
 
 def test_dates_are_read_as_iso_too_and_else_the_form_is_said() -> None:

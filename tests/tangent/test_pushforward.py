@@ -165,3 +165,26 @@ def test_an_output_that_no_parameter_reaches_does_not_move() -> None:
     found = pushed(F.linear(torch.ones(4, 1), weight), [other], [torch.ones(1, 1)])
     assert found is not None
     assert found.tolist() == [[0.0]] * 4
+
+
+def test_inside_a_backward_pass_the_product_is_the_same() -> None:
+    """Nodes of a graph give nothing there that the pass has not asked for, and a tangent would end at the first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    linear = Tangent(model).at(torch.randn(5, 3, dtype=torch.float64))
+    v = torch.randn(linear.space.size, dtype=torch.float64)
+    expected, found = linear.mv(v), []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, slope: Tensor) -> Tensor:
+            found.append(linear.mv(v))
+            return slope
+
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(Asks.apply(x).sum(), x)
+    torch.testing.assert_close(found[0], expected, rtol=1e-12, atol=1e-14)

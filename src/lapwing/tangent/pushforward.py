@@ -43,6 +43,8 @@ def pushed(output: Tensor, parameters: Sequence[Tensor], directions: Sequence[Te
     """d output along `directions`, one for each of `parameters`; None where an operation on the way has no rule."""
     if output.grad_fn is None or any(each.grad_fn is not None for each in parameters):
         return None
+    if torch._C._current_graph_task_id() != NO_TASK:  # inside a backward pass nodes give only what that pass asks for
+        return None
     order = _in_order(output.grad_fn)
     if output.output_nr or order is None:
         return None
@@ -88,6 +90,7 @@ def _in_order(last: Any) -> list[Any] | None:
 
 
 LEAF = "torch::autograd::AccumulateGrad"
+NO_TASK = -1
 
 
 def _shape(node: Any) -> torch.Size:
