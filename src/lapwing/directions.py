@@ -42,7 +42,7 @@ from lapwing.errors import CurvatureError, DataError, ParameterError
 from lapwing.estimate.data_pass import Batches, linearised
 from lapwing.estimate.exact_blocks import partition
 from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Curvature, Precision, Segments
+from lapwing.linalg import Curvature, Precision, Segments, krylov
 from lapwing.linalg.blocks import BlocksPrecision
 from lapwing.params import ParamSpace
 from lapwing.tangent import Linearisation, Tangent
@@ -177,21 +177,14 @@ def conjugate_gradients(
 def descend(
     product: Map, x: Tensor, residual: Tensor, precondition: Map, goal: float, used: int, iterations: int
 ) -> int:
-    """Conjugate gradients from x, which is changed in place with its residual; the number of products so far."""
-    step = precondition(residual)
-    along = torch.dot(residual, step)
-    while used < iterations and float(residual.norm()) > goal:
-        image = product(step)
-        used += 1
-        curvature = torch.dot(step, image)
-        if not bool(curvature > 0):  # a step so short that its product underflows, or an overflow
-            break
-        x.add_(step * (along / curvature))
-        residual.sub_(image * (along / curvature))
-        steepest = precondition(residual)
-        before, along = along, torch.dot(residual, steepest)
-        step = steepest + step * (along / before)
-    return used
+    """`krylov.descend` of one system: x and its residual are changed in place; the number of products so far."""
+    one, many = (_of_one(product), _of_one(precondition)), (x.unsqueeze(0), residual.unsqueeze(0))
+    return krylov.descend(one[0], *many, one[1], residual.new_full((1,), goal), used, iterations)
+
+
+def _of_one(of: Map) -> Map:
+    """A map of one vector as one of [k, P], for k = 1, or 0 where all is done."""
+    return lambda v: of(v[0]).unsqueeze(0) if len(v) else v
 
 
 # -- maps -------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_only_the_posteriors_weights_move(subset: str) -> None:
     assert float((of_chosen if la.space.index is None else of_chosen[la.space.index]).norm()) < 1e-4
 
 
-@pytest.mark.parametrize("structure", [pytest.param("kron", marks=pytest.mark.slow), "blocks"])
+@pytest.mark.parametrize("structure", ["kron", "blocks"])
 def test_a_structure_of_ones_own_gets_there_too(structure: str) -> None:
     la = Laplace(network(), "regression", "all", "kron", prior_precision=1.0, sigma_noise=0.5)
     found = to_mode(la, BATCHES, structure=structure, steps=200, tolerance=1e-2)

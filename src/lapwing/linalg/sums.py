@@ -21,21 +21,20 @@ from functools import cached_property, reduce
 from itertools import product
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
 from lapwing.linalg.blocks import Blocks
 from lapwing.linalg.checks import check_scale
-from lapwing.linalg.contracts import Curvature, GroupedLogdet, Multiple, Precision
+from lapwing.linalg.contracts import Curvature, Multiple
 from lapwing.linalg.dense import Dense
 from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.kronecker.corrected import CorrectedKronecker
 from lapwing.linalg.kronecker.factors import Term, diagonal_of
 from lapwing.linalg.kronecker.rotation import EigenPart
-from lapwing.linalg.kronecker.structure import DENSE_LIMIT, Kronecker, KroneckerSum
+from lapwing.linalg.kronecker.structure import DENSE_LIMIT, Kronecker, KroneckerSum, TermSum
 from lapwing.linalg.layout import MatrixLayout
-from lapwing.linalg.rows import Piece
 
 Eigenform = Kronecker | KroneckerSum | CorrectedKronecker
 """Structures of one weight that have, or are near to one that has, an eigenbasis Q_G (x) Q_A."""
@@ -110,7 +109,7 @@ def _layout(part: Curvature) -> MatrixLayout:
 
 
 @dataclass(frozen=True, eq=False)
-class MixedSum(Curvature):
+class MixedSum(TermSum[Eigenform | Diagonal]):
     """The sum of terms of one weight and its bias: in eigenbases of their own, products, or diagonal.
 
     Products with vectors, the diagonal and the dense form are exact. With a prior it is replaced by its diagonal in
@@ -120,25 +119,12 @@ class MixedSum(Curvature):
     parts: tuple[Eigenform | Diagonal, ...]
     multiple: Multiple[MixedSum] | None = field(default=None, repr=False)
 
-    @property
-    def size(self) -> int:
-        return self.parts[0].size
-
     def __add__(self, other: Curvature) -> Curvature:
         return total(self, other)
 
     def __mul__(self, scale: float | int | Tensor) -> MixedSum:
         scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
         return MixedSum(tuple(part * scale for part in self.parts), Multiple(root.of, root.scale * scale))
-
-    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
-        return reduce(torch.add, (part.mv(v) for part in self.parts))
-
-    def diagonal(self) -> Float[Tensor, " params"]:
-        return reduce(torch.add, (part.diagonal() for part in self.parts))
-
-    def dense(self) -> Float[Tensor, "params params"]:
-        return reduce(torch.add, (part.dense() for part in self.parts))
 
     @cached_property
     def decomposed(self) -> CorrectedKronecker:
@@ -161,15 +147,6 @@ class MixedSum(Curvature):
         terms = _plain(self.parts)
         whole = sum(_inner(a, b) for a, b in product(terms, terms))
         return (max(whole - _square(self.decomposed), 0.0) / whole) ** 0.5 if whole else 0.0
-
-    def with_prior(self, precision: float | int | Tensor) -> Precision:
-        return self.decomposed.with_prior(precision)
-
-    def grouped_logdet(self, groups: Int[Tensor, " params"] | None) -> GroupedLogdet:
-        return self.decomposed.grouped_logdet(groups)
-
-    def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
-        return self.decomposed.sweep(pieces, precisions)
 
 
 def _square(block: CorrectedKronecker) -> float:

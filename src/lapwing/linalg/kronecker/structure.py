@@ -16,10 +16,12 @@ side is diagonal (token counts) and stored as such.
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import combinations, product
+from typing import Generic, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -253,8 +255,47 @@ TERMS_LIMIT = 2**30
 """Bytes of factors that a sum keeps; beyond, the two terms that lose least by it become one, with a warning."""
 
 
+Part = TypeVar("Part", bound=Curvature)
+
+
+class TermSum(Curvature, Generic[Part]):
+    """A sum that is kept as its terms: products with vectors, the diagonal and the dense form are exact.
+
+    With a prior, `decomposed` takes its place.
+    """
+
+    parts: tuple[Part, ...]
+
+    @cached_property
+    @abstractmethod
+    def decomposed(self) -> Curvature:
+        """What takes the place of the sum when a prior is added."""
+
+    @property
+    def size(self) -> int:
+        return self.parts[0].size
+
+    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        return reduce(torch.add, (part.mv(v) for part in self.parts))
+
+    def diagonal(self) -> Float[Tensor, " params"]:
+        return reduce(torch.add, (part.diagonal() for part in self.parts))
+
+    def dense(self) -> Float[Tensor, "params params"]:
+        return reduce(torch.add, (part.dense() for part in self.parts))
+
+    def with_prior(self, precision: float | int | Tensor) -> Precision:
+        return self.decomposed.with_prior(precision)
+
+    def grouped_logdet(self, groups: Int[Tensor, " params"] | None) -> GroupedLogdet:
+        return self.decomposed.grouped_logdet(groups)
+
+    def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
+        return self.decomposed.sweep(pieces, precisions)
+
+
 @dataclass(frozen=True, eq=False)
-class KroneckerSum(Curvature):
+class KroneckerSum(TermSum[Kronecker]):
     """sum_t G_t (x) A_t of one weight and its bias: the curvature of several tasks. Memory O(T (O^2 + I^2)).
 
     Products with vectors, the diagonal and the dense form are exact. With a prior there is no eigenbasis Q_G (x) Q_A:
@@ -266,25 +307,12 @@ class KroneckerSum(Curvature):
     parts: tuple[Kronecker, ...]
     multiple: Multiple[KroneckerSum] | None = field(default=None, repr=False)
 
-    @property
-    def size(self) -> int:
-        return self.parts[0].size
-
     def __add__(self, other: Curvature) -> KroneckerSum:
         return _added(self, other)
 
     def __mul__(self, scale: float | int | Tensor) -> KroneckerSum:
         scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
         return KroneckerSum(tuple(part * scale for part in self.parts), Multiple(root.of, root.scale * scale))
-
-    def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
-        return reduce(torch.add, (part.mv(v) for part in self.parts))
-
-    def diagonal(self) -> Float[Tensor, " params"]:
-        return reduce(torch.add, (part.diagonal() for part in self.parts))
-
-    def dense(self) -> Float[Tensor, "params params"]:
-        return reduce(torch.add, (part.dense() for part in self.parts))
 
     @property
     def nearest(self) -> Kronecker:
@@ -324,15 +352,6 @@ class KroneckerSum(Curvature):
         else:  # a projection of the sum: the squares of what is kept and of what is not add up
             square = whole - sum(float(each.values.double().square().sum()) for each in found.columns)
         return (max(square, 0.0) / whole) ** 0.5 if whole else 0.0
-
-    def with_prior(self, precision: float | int | Tensor) -> Precision:
-        return self.decomposed.with_prior(precision)
-
-    def grouped_logdet(self, groups: Int[Tensor, " params"] | None) -> GroupedLogdet:
-        return self.decomposed.grouped_logdet(groups)
-
-    def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
-        return self.decomposed.sweep(pieces, precisions)
 
     def merged(self) -> tuple[KroneckerSum, float]:
         """One term less: the two that lose least become their nearest product. Also what that loses, relative."""
