@@ -352,36 +352,45 @@ def test_modes_and_links_are_kept(path: Path) -> None:
     assert path.with_name("fresh").stat().st_mode & 0o777 == 0o644
 
 
-WRITER = """
+WRITERS = """
 import os, sys, time, torch
 from lapwing.serialize import write
+torch.set_num_threads(1)
 path, number, sync = sys.argv[1], 0, os.fsync
 os.fsync = lambda file: (time.sleep(0.02), sync(file))  # as on a slow disk: most kills come in the middle of a write
-print("ready", flush=True)
-while True:
-    number += 1
-    write(path, {name: torch.full((200_000,), float(number)) for name in "ab"}, {"number": number})
+for _ in sys.stdin:  # a new process for every line; imports take seconds, a fork does not
+    writer = os.fork()
+    while not writer:
+        number += 1
+        write(path, {name: torch.full((200_000,), float(number)) for name in "ab"}, {"number": number})
+    print(writer, flush=True)
+    os.waitpid(writer, 0)
+    print("killed", flush=True)
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes as on Unix")
 def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "a.lapwing"
     write(path, {name: torch.zeros(200_000) for name in "ab"}, {"number": 0})
     partial, numbers = 0, []
-    for round_ in range(30):  # at least four kills, and as many as it takes to hit the middle of a write
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", WRITERS, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        time.sleep(0.05 + 0.0137 * (round_ % 7) + 0.03 * round_)  # on a busy machine the first write takes longer
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        found, metadata = read(path)
-        numbers.append(metadata["number"])
-        assert all(torch.equal(value, torch.full((200_000,), float(numbers[-1]))) for value in found.values())
-        partial += len(list(tmp_path.glob(f"*{files.PARTIAL}")))
-        if partial and any(numbers) and round_ >= 3:
-            break
+        for round_ in range(30):  # at least four kills, and as many as it takes to hit the middle of a write
+            process.stdin.write("next\n")
+            writer = int(process.stdout.readline())
+            time.sleep(0.05 + 0.0137 * (round_ % 7) + 0.03 * round_)  # on a busy machine the first write takes longer
+            os.kill(writer, signal.SIGKILL)
+            assert process.stdout.readline() == "killed\n"
+            found, metadata = read(path)
+            numbers.append(metadata["number"])
+            assert all(torch.equal(value, torch.full((200_000,), float(numbers[-1]))) for value in found.values())
+            partial += len(list(tmp_path.glob(f"*{files.PARTIAL}")))
+            if partial and any(numbers) and round_ >= 3:
+                break
+        process.stdin.close()
     assert any(numbers), "the writer has written"
     assert partial, "no kill hit the middle of a write: the test shows nothing"
 

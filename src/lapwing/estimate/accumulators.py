@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.estimate.exact_diagonal import SquareSum
-from lapwing.estimate.symmetric_sums import GramSum, SymmetricSum, merged
+from lapwing.estimate.symmetric_sums import DiagonalSum, GramSum, SymmetricSum, factor_sum, merged
 from lapwing.linalg import (
     Curvature,
     Dense,
@@ -24,6 +24,7 @@ from lapwing.linalg import (
     Term,
 )
 from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.kronecker.factors import diagonal_of
 from lapwing.linalg.rows import assemble
 
 
@@ -93,8 +94,8 @@ class Sums:
     For a lookup the input side is the count of each token, a diagonal.
     """
 
-    inputs: GramSum | Tensor
-    grads: GramSum
+    inputs: GramSum | DiagonalSum | Tensor
+    grads: GramSum | DiagonalSum
     count: float = 0.0
 
 
@@ -107,6 +108,7 @@ class Matrix(Accumulator):
     reduce: bool
     joint_bias: bool
     factored_damping: bool | str
+    wide_limit: int
     budget: int = DEFAULT_BUDGET
     roles: dict[str, Sums] = field(default_factory=dict)
 
@@ -145,7 +147,7 @@ class Matrix(Accumulator):
         sums = self._sums(role, left, right.shape[-1], left.shape[-1])
         sums.grads.add(merged(left))
         if first:
-            assert isinstance(sums.inputs, GramSum)
+            assert not isinstance(sums.inputs, Tensor)
             sums.inputs.add(right)
             sums.count += right.shape[0] * right.shape[1]
 
@@ -156,7 +158,7 @@ class Matrix(Accumulator):
         for points in chunks(batch, 4 * 8 * count * self.segments.size, self.budget):
             matrix = layout.gather(assemble(local, self.segments.size, points)).flatten(0, 1)  # [m, k, o, i]
             sums = self._sums("formed", matrix, layout.width, layout.rows)
-            assert isinstance(sums.inputs, GramSum)
+            assert not isinstance(sums.inputs, Tensor)
             sums.inputs.add(matrix.transpose(1, 2))
             sums.grads.add(matrix.permute(0, 3, 1, 2))
 
@@ -177,9 +179,12 @@ class Matrix(Accumulator):
     def _sums(self, role: str, like: Tensor, inputs: int | None, grads: int) -> Sums:
         """The sums of a role, made when first asked for; `inputs` None stands for token counts."""
         if role not in self.roles:
-            groups = self.layout.groups
-            side = like.new_zeros(groups, self.layout.rows) if inputs is None else GramSum.zeros(groups, inputs, like)
-            self.roles[role] = Sums(side, GramSum.zeros(groups, grads, like))
+            groups, limit = self.layout.groups, self.wide_limit
+            grad_side = factor_sum(groups, grads, like, limit)
+            if inputs is None:
+                self.roles[role] = Sums(like.new_zeros(groups, self.layout.rows), grad_side)
+            else:
+                self.roles[role] = Sums(factor_sum(groups, inputs, like, limit), grad_side)
         return self.roles[role]
 
     def curvature(self) -> Kronecker:
@@ -192,6 +197,6 @@ class Matrix(Accumulator):
         if role == "upright":
             return Term(inputs, grads, sums.count, role)
         if role == "formed":
-            return Term(inputs, grads, grads.diagonal(dim1=1, dim2=2).sum(1).double(), role)
+            return Term(inputs, grads, diagonal_of(grads).sum(1).double(), role)
         extra = self.layout.width - grads.shape[-1]  # this role does not use the bias
-        return Term(F.pad(grads, (0, extra, 0, extra)), inputs, sums.count, role)
+        return Term(F.pad(grads, (0, extra) * (grads.dim() - 1)), inputs, sums.count, role)

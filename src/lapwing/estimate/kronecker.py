@@ -8,7 +8,8 @@ For N points with T positions that share the weight, a the inputs [a; 1] and g t
 Uses of one weight in one role count as further positions; a table's input factor is diagonal. Vectors (norm scales,
 lone biases, PReLU, positional tables), and every parameter that reaches the data in a way that forms no product, get an
 exact dense block up to `dense_limit` entries and an exact diagonal beyond it; `Block.reason` says why of the latter,
-and `on_unsupported="error"` refuses them.
+and `on_unsupported="error"` refuses them. A factor of more than `wide_limit` rows (a vocabulary) is kept as its
+diagonal, which is exact for the diagonal of the block and for its trace.
 
 A parameter's block is decided by the first batch that uses it. Where a weight with factors meets rows of another form
 in a later batch, their matrices M enter as one more role, (sum M M^T) (x) (sum M^T M) / sum |M|^2, of exact trace.
@@ -55,6 +56,7 @@ class KroneckerOptions:
 
     sharing: str = "expand"
     dense_limit: int = 1024
+    wide_limit: int = 8192
     joint_bias: bool = True
     factored_damping: bool | str = False
     on_unsupported: str = "exact"
@@ -64,6 +66,8 @@ class KroneckerOptions:
             raise ParameterError(f"unknown weight sharing {self.sharing!r}; expected 'expand' or 'reduce'.")
         if self.dense_limit < 0:
             raise ParameterError(f"dense_limit is {self.dense_limit}; expected a number of entries >= 0.")
+        if self.wide_limit < 0:
+            raise ParameterError(f"wide_limit is {self.wide_limit}; expected a number of rows >= 0.")
         if self.factored_damping not in (False, True, "plain"):
             raise ParameterError(f"factored_damping is {self.factored_damping!r}; expected False, True or 'plain'.")
         if self.on_unsupported not in ("exact", "error"):
@@ -265,8 +269,7 @@ def _accumulator(
 ) -> Accumulator:
     tangent = linearisation.tangent
     if _is_matrix(group):
-        sharing = options.sharing == "reduce"
-        return Matrix(segments, _upright(group), sharing, options.joint_bias, options.factored_damping, tangent.budget)
+        return matrix_block(segments, _upright(group), options, tangent)
     name = name_of(segments, tangent.space)
     why = _why_exact(name, group, linearisation.record)
     if options.on_unsupported == "error" and why and segments.size > options.dense_limit:
@@ -278,6 +281,11 @@ def _accumulator(
     found = exact_block(segments, segments.size <= options.dense_limit, tangent)
     found.reason = why
     return found
+
+
+def matrix_block(segments: Segments, layout: MatrixLayout, options: KroneckerOptions, tangent: Tangent) -> Matrix:
+    reduce, damping = options.sharing == "reduce", options.factored_damping
+    return Matrix(segments, layout, reduce, options.joint_bias, damping, options.wide_limit, tangent.budget)
 
 
 def exact_block(segments: Segments, dense: bool, tangent: Tangent) -> DenseVector | DiagonalVector:
@@ -326,9 +334,10 @@ def _same_blocks(found: Blocks, options: KroneckerOptions, tangent: Tangent) -> 
         if isinstance(curvature, KroneckerSum):
             curvature = curvature.parts[0]
         if isinstance(curvature, Kronecker):
-            layout, reduce = curvature.layout.placed(segments), options.sharing == "reduce"
-            damped = curvature.factored_damping
-            blocks[segments] = Matrix(segments, layout, reduce, curvature.joint_bias, damped, tangent.budget)
+            given = replace(
+                options, joint_bias=curvature.joint_bias, factored_damping=curvature.factored_damping
+            )
+            blocks[segments] = matrix_block(segments, curvature.layout.placed(segments), given, tangent)
         elif not block.empty:
             blocks[segments] = exact_block(segments, isinstance(curvature, Dense), tangent)
             blocks[segments].reason = block.reason

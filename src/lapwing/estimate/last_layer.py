@@ -26,7 +26,7 @@ from lapwing.estimate.data_pass import Batches, named, numbered, observe, pair
 from lapwing.estimate.exact_blocks import partition
 from lapwing.estimate.exact_diagonal import SquareSum
 from lapwing.estimate.kronecker import KroneckerOptions
-from lapwing.estimate.symmetric_sums import GramSum, SymmetricSum, mirrored
+from lapwing.estimate.symmetric_sums import DiagonalSum, GramSum, SymmetricSum, factor_sum, mirrored
 from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Block, Blocks, Dense, Diagonal, Kronecker, MatrixLayout, Piece, Term
 from lapwing.linalg.budget import chunks
@@ -94,16 +94,16 @@ def kron(
 ) -> Blocks:
     """One Kronecker product G (x) A / N, as `kflr` returns it; `options` are those of `kflr`."""
     settings = KroneckerOptions.of(options)
-    inputs: GramSum | None = None
+    inputs: GramSum | DiagonalSum | None = None
     outputs, count = torch.zeros(()), 0.0
     for step in _steps(tangent, likelihood, batches, cotangents, generator):
         layout, right = step.linear_map.layout, step.linear_map.right
         if inputs is None:
-            inputs = GramSum(step.zeros(1, layout.width, layout.width))
-            outputs = step.zeros(layout.rows, layout.rows)
+            inputs = factor_sum(1, layout.width, step.zeros(), settings.wide_limit)
         right = right.mean(1, keepdim=True) if settings.sharing == "reduce" else right
         inputs.add(right.unsqueeze(2))
-        outputs += step.total(settings.sharing == "reduce")
+        total = step.total if layout.rows <= settings.wide_limit else step.total_diagonal
+        outputs = outputs + total(settings.sharing == "reduce")
         count += right.shape[0] * right.shape[1]
     assert inputs is not None, "a pass without a batch is refused"
     layout = tangent.layout
@@ -197,6 +197,16 @@ class FeatureBatch:
                 left = chunk.reshape(*chunk.shape[:2], -1, rows)
                 left = (left.sum(2) if reduce else left).reshape(-1, rows)
                 total += left.mT @ left
+        return total
+
+    def total_diagonal(self, reduce: bool) -> Float[Tensor, " C"]:
+        """The diagonal of `total`, which is not formed."""
+        if self.columns is None:
+            return sum((variances.sum(0) for _, variances in self.variances()), self.zeros(self.linear_map.layout.rows))
+        total = self.zeros(self.linear_map.layout.rows)
+        for chunk in self._chunked():
+            left = chunk.reshape(*chunk.shape[:2], -1, len(total))
+            total += (left.sum(2) if reduce else left).square().reshape(-1, len(total)).sum(0)
         return total
 
     def pieces(self) -> Iterator[list[Piece]]:

@@ -1,6 +1,7 @@
 """Sums of symmetric products, accumulated in place in the upper triangle: little more than half the work.
 
-`SymmetricSum` adds up row^T row over factored rows; `GramSum` one factor of a Kronecker product.
+`SymmetricSum` adds up row^T row over factored rows; `GramSum` one factor of a Kronecker product, and `DiagonalSum` the
+diagonal of one that is too wide to be held.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class GramSum:
         else:
             self._add_rows(values.reshape(count * shared, groups, width))
 
+    def add_sum(self, found: Float[Tensor, "k d d"]) -> None:
+        """Takes a sum that was made elsewhere."""
+        self.upper += found.to(self.upper.dtype)
+
     def _add_rows(self, rows: Float[Tensor, "m k d"]) -> None:
         enough = enough_rows(rows.shape[-1])
         if len(rows) >= enough:
@@ -100,6 +105,27 @@ class GramSum:
         self.waiting = None
         self.upper = mirrored(self.upper).contiguous()
         return self.upper
+
+
+@dataclass
+class DiagonalSum:
+    """sum over m, t of v * v for values [m, t, k, d]: the diagonal of what `GramSum` adds up, [k, d]."""
+
+    total: Float[Tensor, "k d"]
+
+    def add(self, values: Float[Tensor, "m t k d"]) -> None:
+        self.total += torch.einsum("m t k d, m t k d -> k d", values, values)
+
+    def add_sum(self, found: Float[Tensor, "k d d"]) -> None:
+        self.total += found.diagonal(dim1=1, dim2=2).to(self.total.dtype)
+
+    def matrix(self) -> Float[Tensor, "k d"]:
+        return self.total
+
+
+def factor_sum(groups: int, width: int, like: Tensor, limit: int) -> GramSum | DiagonalSum:
+    """The sum of a factor of `width`, which is diagonal where it is wider than `limit`."""
+    return GramSum.zeros(groups, width, like) if width <= limit else DiagonalSum(like.new_zeros(groups, width))
 
 
 def merged(left: Float[Tensor, "r n *rest"]) -> Float[Tensor, "m *rest"]:

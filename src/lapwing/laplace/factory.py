@@ -77,6 +77,7 @@ class Options(TypedDict, total=False):
     sharing: str
     damping: bool | str
     dense_limit: int
+    wide_limit: int
     joint_bias: bool
     on_unsupported: str
     columns: int

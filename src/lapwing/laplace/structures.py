@@ -77,7 +77,7 @@ def register(row: Structure) -> None:
 
 
 _EVERYWHERE = ("all", "last_layer", "subnetwork")
-_KRONECKER = ("sharing", "dense_limit", "joint_bias", "on_unsupported")
+_KRONECKER = ("sharing", "dense_limit", "wide_limit", "joint_bias", "on_unsupported")
 _BLOCKS = (linalg.Blocks, linalg.Block, linalg.Dense, linalg.Diagonal)
 
 for _row in (

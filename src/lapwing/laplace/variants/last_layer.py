@@ -157,6 +157,7 @@ class KronLLLaplace(LLLaplace, KronLaplace):
         bias: str | None = None,
         sharing: str | None = None,
         dense_limit: int | None = None,
+        wide_limit: int | None = None,
         on_unsupported: str | None = None,
         estimator: str | None = None,
         **options: Any,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lapwing.errors import UnsupportedOperationError
 from lapwing.estimate.accumulators import Matrix
-from lapwing.estimate.kronecker import KroneckerOptions, _is_matrix, _upright, name_of
+from lapwing.estimate.kronecker import KroneckerOptions, _is_matrix, _upright, matrix_block, name_of
 from lapwing.estimate.propagated.recursion.plan import TapePlan
 from lapwing.estimate.propagated.recursion.refusal import ALTERNATIVES, refuse
 from lapwing.estimate.propagated.recursion.sample_axes import Place, TapedBatch
@@ -114,12 +114,12 @@ class Weight:
         if self.roles[second.out] != role:
             return
         rows, cols = first.places(), second.places()
-        upper = self.block.roles[role].grads.upper
+        grads = self.block.roles[role].grads
         if self.block.reduce and role != "lookup":
-            upper += count * _all_pairs(G, rows, cols).to(upper.dtype)
+            grads.add_sum(count * _all_pairs(G, rows, cols))
         elif first is second:
             shares = torch.full((len(rows),), float(count)) if first.seen is None else first.seen
-            upper += _same_position(G, rows, shares.to(G), self.budget).to(upper.dtype)
+            grads.add_sum(_same_position(G, rows, shares.to(G), self.budget))
 
 
 def _same_position(G: Tensor, place: Tensor, shares: Tensor, budget: int) -> Tensor:
@@ -193,9 +193,7 @@ def weights(structure: TapePlan, options: KroneckerOptions) -> list[Weight]:
                 f"parameter '{name}' is used by operations of different kinds, so that its curvature is no Kronecker "
                 f"product; expected a weight, or a weight and its transpose. {ALTERNATIVES}"
             )
-        block = Matrix(
-            segments, _upright(group), options.sharing == "reduce", options.joint_bias, options.factored_damping
-        )
+        block = matrix_block(segments, _upright(group), options, tangent)
         inside = [member for member, piece in found if any(piece is other for other in group)]
         blocks.append(Weight(block, inside, tangent.budget))
     return blocks
