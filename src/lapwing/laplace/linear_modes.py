@@ -149,6 +149,9 @@ class MovedMap:
     def pieces(self) -> list[Piece]:
         return self.linear.pieces()
 
+    def columns(self) -> Iterator[list[Piece]]:
+        return self.linear.columns()
+
     def parts(self) -> Iterator[MovedMap]:
         start = 0
         for part in self.linear.parts():

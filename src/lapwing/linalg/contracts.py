@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.budget import DEFAULT_BUDGET
+from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
 from lapwing.linalg.checks import check_precisions, eigh
 from lapwing.linalg.rows import Piece, push
 
@@ -50,6 +50,10 @@ class LinearMap(Protocol):
 
     def pieces(self) -> list[Piece]:
         """The rows in factored form, one cotangent per output."""
+        ...
+
+    def columns(self) -> Iterator[list[Piece]]:
+        """`pieces` of consecutive outputs, as many at a time as the memory budget allows."""
         ...
 
 
@@ -125,7 +129,8 @@ class Curvature(ABC):
 
     def variances(self, linear_map: LinearMap, precisions: Float[Tensor, " k"]) -> Float[Tensor, "k batch outputs"]:
         """Variance of every output under each of k isotropic prior precisions, with one linearisation."""
-        return torch.cat([self.sweep(part.pieces(), precisions) for part in linear_map.parts()], dim=1)
+        parts = [[self.sweep(pieces, precisions) for pieces in part.columns()] for part in linear_map.parts()]
+        return _joined([_joined(columns, dim=2) for columns in parts], dim=1)
 
 
 class GroupedLogdet(ABC):
@@ -213,7 +218,8 @@ class Precision(ABC):
 
     def variances(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs"]:
         """The diagonal of `covariance`, without the rest of it: what many outputs allow."""
-        return _joined([self.squares(part.pieces()) for part in linear_map.parts()])
+        parts = [[self.squares(pieces) for pieces in part.columns()] for part in linear_map.parts()]
+        return _joined([_joined(columns, dim=1) for columns in parts])
 
     def covariance(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs outputs"]:
         """J precision^-1 J^T of every input: the functional covariance, without [B, C, P]."""
@@ -226,7 +232,16 @@ class Precision(ABC):
     def functional_draws(
         self, linear_map: LinearMap, n: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "n batch outputs"]:
-        """n draws of J v, v ~ N(0, precision^-1): a draw of the weights moves all inputs together, as it should."""
+        """n draws of J v, v ~ N(0, precision^-1): a draw of the weights moves all inputs together, as it should.
+
+        By products with J where there are more outputs than draws, which otherwise share the rows of J.
+        """
+        if n < linear_map.outputs:
+            each = 2 * self.size * linear_map.value.element_size()
+            found = []
+            for part in chunks(n, each, DEFAULT_BUDGET):
+                found += [linear_map.mv(delta).flatten(1) for delta in self.draw(part.stop - part.start, generator)]
+            return torch.stack(found)
         deltas = self.draw(n, generator)
         parts = [push(part.pieces(), deltas, DEFAULT_BUDGET) for part in linear_map.parts()]
         return torch.cat(parts, dim=1)
@@ -249,8 +264,8 @@ def check_groups(groups: Int[Tensor, " entries"], size: int) -> None:
         )
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 AnyCurvature = TypeVar("AnyCurvature", bound=Curvature)

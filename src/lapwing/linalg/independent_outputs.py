@@ -99,6 +99,10 @@ class Independent(Curvature):
         each = [dual.sweep(of_output(pieces, number), precisions) for number, dual in enumerate(self.outputs)]
         return torch.cat(each, dim=-1)
 
+    def variances(self, linear_map: LinearMap, precisions: Float[Tensor, " k"]) -> Float[Tensor, "k batch outputs"]:
+        """All outputs at a time: each has a posterior of its own."""
+        return torch.cat([self.sweep(part.pieces(), precisions) for part in linear_map.parts()], dim=1)
+
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         refuse()
 
@@ -145,6 +149,10 @@ class IndependentPrecision(Precision):
         check_outputs(pieces, len(self.outputs))
         each = [precision.squares(of_output(pieces, number)) for number, precision in enumerate(self.outputs)]
         return torch.cat(each, dim=-1)
+
+    def variances(self, linear_map: LinearMap) -> Float[Tensor, "batch outputs"]:
+        """All outputs at a time: each has a posterior of its own."""
+        return torch.cat([self.squares(part.pieces()) for part in linear_map.parts()])
 
     def joint(self, rows: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "batch outputs batch outputs"]:
         check_count(rows.shape[1], len(self.outputs))

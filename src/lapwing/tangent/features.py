@@ -288,10 +288,17 @@ class FeatureMap:
 
     def pieces(self) -> list[Piece]:
         """The identity for every data point, expanded along the batch, with [phi; 1]."""
-        eye = torch.eye(self.outputs, dtype=self.space.dtype, device=self.shared.device)
-        left = eye.reshape(self.outputs, 1, self.shared.shape[1], 1, self.layout.rows).expand(
-            -1, self.batch, -1, -1, -1
-        )
+        return self._rows_of(slice(0, self.outputs))
+
+    def columns(self) -> Iterator[list[Piece]]:
+        each = 3 * self.batch * self.outputs * self.space.dtype.itemsize
+        return (self._rows_of(part) for part in chunks(self.outputs, each, self.budget))
+
+    def _rows_of(self, outputs: slice) -> list[Piece]:
+        count = outputs.stop - outputs.start
+        eye = torch.zeros(count, self.outputs, dtype=self.space.dtype, device=self.shared.device)
+        eye.diagonal(outputs.start).fill_(1)
+        left = eye.reshape(count, 1, self.shared.shape[1], 1, self.layout.rows).expand(-1, self.batch, -1, -1, -1)
         return [OuterRows(self.layout, left, self.right.unsqueeze(2))]
 
     def parts(self) -> Iterator[FeatureMap]:

@@ -424,6 +424,9 @@ class Linearisation:
     def pieces(self) -> list[Piece]:
         return self.pull(self._units(slice(0, self.outputs)))
 
+    def columns(self) -> Iterator[list[Piece]]:
+        return (self.pull(units) for units in self.identity())
+
     def parts(self) -> Iterator[Linearisation]:
         """This map, or maps of consecutive sub-batches when all outputs at once would exceed the budget."""
         needed = self.cotangent_bytes * self.outputs
