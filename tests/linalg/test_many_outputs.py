@@ -21,7 +21,7 @@ SMALL = 40_000
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12 * float(expected.abs().max() + 1e-30))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12 * float(expected.detach().abs().max() + 1e-30))
 
 
 def convolutional() -> nn.Module:
@@ -103,3 +103,32 @@ def test_no_matrix_of_all_outputs_against_each_other_is_formed() -> None:
     with Largest() as largest:
         precision.variances(Tangent(model, budget=2**22).at(x))
     assert largest.numel < 2_000_000, largest.where
+
+
+def test_rows_that_are_spelled_out_meet_others_in_factored_form() -> None:
+    """A low-rank curvature: products with the rows of a prediction, and their derivatives, as of columns spelled out."""
+    model = convolutional()
+    found, linear = curvature("low_rank", Tangent(model)), Tangent(model).at(X)
+    assert found.dual.rows.spelled_out
+    assert not curvature("dual", Tangent(model)).rows.spelled_out
+    prior = torch.linspace(0.5, 2, found.size, dtype=torch.float64, requires_grad=True)
+    J, R = linear.rows(), found.vectors * found.values.sqrt()
+    for delta in (prior, prior[0]):
+        variances = found.with_prior(delta).variances(linear)
+        dense = torch.linalg.inv(R @ R.mT + (delta * torch.ones_like(prior)).diag())
+        expected = torch.einsum("b c p, p q, b c q -> b c", J, dense, J)
+        close(variances, expected)
+        (ours,) = torch.autograd.grad(variances.square().sum(), prior, retain_graph=True)
+        (theirs,) = torch.autograd.grad(expected.square().sum(), prior, retain_graph=True)
+        close(ours, theirs)
+
+
+def test_low_rank_predictions_spell_out_no_rows() -> None:
+    """64 inputs with ten outputs: 640 rows of 8,000 weights would be five million numbers, once for every part."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 100), nn.Tanh(), nn.Linear(100, 10))
+    x, y = torch.randn(64, 60), torch.randint(0, 10, (64,))
+    precision = estimate.low_rank(Tangent(model), Categorical(), [(x, y)], rank=5).with_prior(1.0)
+    with Largest() as largest:
+        precision.variances(Tangent(model).at(x))
+    assert largest.numel < 200_000, largest.where

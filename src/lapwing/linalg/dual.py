@@ -323,6 +323,8 @@ class DualPrecision(Precision):
 
     def _cross(self, pieces: Sequence[Piece]) -> Float[Tensor, "m rows"]:
         """R D^-1 R'^T for other rows R'."""
+        if self.rows.spelled_out:
+            return self.rows.crossed(pieces, self.weight)
         other = self.rows.among(pieces)
         if self.blocks is None:
             return self.rows.weighted(other, self.weight)

@@ -24,7 +24,7 @@ from lapwing.errors import CurvatureError
 from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
 from lapwing.linalg.layout import Segment, Segments, merge_segments
 from lapwing.linalg.row_products import Stack, block_cross, block_traced
-from lapwing.linalg.rows import Piece, Places, push
+from lapwing.linalg.rows import DenseRows, Piece, Places, push
 
 
 class Adjoint(torch.autograd.Function):
@@ -138,6 +138,24 @@ class RowSet:
         """R_b R'_b^T, block by block."""
         for ours, theirs in zip(self.stacks, other, strict=True):
             yield block_cross(ours, theirs, None, DEFAULT_BUDGET)
+
+    @property
+    def spelled_out(self) -> bool:
+        """Whether the rows are kept as one matrix [M, P]."""
+        ((first, *more), *others) = self.parts
+        return not more and not others and isinstance(first, DenseRows) and first.segments == ((0, self.size),)
+
+    def crossed(
+        self, pieces: Sequence[Piece], weight: Float[Tensor, ""] | Float[Tensor, " params"]
+    ) -> Float[Tensor, "m other"]:
+        """R diag(weight) R'^T for rows R that are spelled out, as directions to R', which is not."""
+        ((first,),) = self.parts
+        assert isinstance(first, DenseRows)
+        rows = first.values.transpose(0, 1).flatten(0, 1)
+        found = []
+        for part in chunks(len(rows), 3 * 8 * self.size, DEFAULT_BUDGET):
+            found.append(push(pieces, rows[part].double() * weight, DEFAULT_BUDGET).flatten(1))
+        return torch.cat(found)
 
     def weighted(self, other: Sequence[Stack], weight: Float[Tensor, " params"]) -> Float[Tensor, "m other"]:
         """R diag(weight) R'^T."""
