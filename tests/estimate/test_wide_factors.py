@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lapwing
 import oracle
 import problems
-import lapwing
 from lapwing import Laplace, estimate
 from lapwing.errors import ParameterError
 from lapwing.likelihoods import Categorical, Gaussian

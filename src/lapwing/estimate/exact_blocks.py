@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from lapwing.errors import ParameterError
@@ -10,6 +12,7 @@ from lapwing.estimate.data_pass import Batches, pulled
 from lapwing.estimate.symmetric_sums import SymmetricSum
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Block, Blocks, Dense, Segments
+from lapwing.linalg.budget import check_memory
 from lapwing.linalg.rows import Places
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
@@ -28,6 +31,8 @@ def blocks(
     space = tangent.space
     places = partition(space, by)
     like = torch.zeros((), dtype=space.dtype, device=space.device)
+    needed = 2 * sum(segments.size**2 for segments in places.values()) * space.dtype.itemsize
+    check_memory(needed, f"dense blocks of {space.size:,} weights and their factors", SMALLER, space.device)
     totals = {name: SymmetricSum.zeros(segments.size, like, tangent.budget) for name, segments in places.items()}
     routes, sums = Places(list(places.values())), list(totals.values())
     for batch in pulled(tangent, likelihood, batches, cotangents, generator):
@@ -37,16 +42,17 @@ def blocks(
     return Blocks(space.size, tuple(found))
 
 
+SMALLER = "Use kron, ekfac or diag, fewer weights (a sub-network, the last layer), or a machine with more."
+
+
 def partition(space: ParamSpace, by: str) -> dict[str, Segments]:
     """Name -> positions of each block. A sub-network is cut where its groups are."""
-    groups = space.groups(by).tolist()
+    groups, counts = torch.unique_consecutive(space.groups(by), return_counts=True)
     names = space.names if by == "tensor" else space.layers
     intervals: dict[int, list[tuple[int, int]]] = {}
-    start = 0
-    for stop in range(1, len(groups) + 1):
-        if stop == len(groups) or groups[stop] != groups[start]:
-            intervals.setdefault(groups[start], []).append((start, stop))
-            start = stop
+    stops = [0, *counts.cumsum(0).tolist()]
+    for group, interval in zip(groups.tolist(), pairwise(stops), strict=True):
+        intervals.setdefault(group, []).append(interval)
     if not intervals:
         raise ParameterError("the parameter space has no entries; expected at least one. Select other parameters.")
     return {names[group]: Segments(tuple(found)) for group, found in intervals.items()}

@@ -334,9 +334,7 @@ def _same_blocks(found: Blocks, options: KroneckerOptions, tangent: Tangent) -> 
         if isinstance(curvature, KroneckerSum):
             curvature = curvature.parts[0]
         if isinstance(curvature, Kronecker):
-            given = replace(
-                options, joint_bias=curvature.joint_bias, factored_damping=curvature.factored_damping
-            )
+            given = replace(options, joint_bias=curvature.joint_bias, factored_damping=curvature.factored_damping)
             blocks[segments] = matrix_block(segments, curvature.layout.placed(segments), given, tangent)
         elif not block.empty:
             blocks[segments] = exact_block(segments, isinstance(curvature, Dense), tangent)

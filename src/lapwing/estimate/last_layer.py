@@ -25,6 +25,7 @@ from lapwing.estimate.cotangents import Columns, Cotangents, exact, fisher
 from lapwing.estimate.data_pass import Batches, named, numbered, observe, pair
 from lapwing.estimate.exact_blocks import partition
 from lapwing.estimate.exact_diagonal import SquareSum
+from lapwing.estimate.full_matrix import check_full
 from lapwing.estimate.kronecker import KroneckerOptions
 from lapwing.estimate.symmetric_sums import DiagonalSum, GramSum, SymmetricSum, factor_sum, mirrored
 from lapwing.likelihoods import Categorical, Likelihood
@@ -47,6 +48,8 @@ def full(
     spelled_out: SymmetricSum | None = None
     for step in _steps(tangent, likelihood, batches, cotangents, generator):
         layout, size = step.linear_map.layout, tangent.space.size
+        if joined is None and spelled_out is None:
+            check_full(tangent.space)
         if step.columns is None:
             joined = step.zeros(size, size) if joined is None else joined
             for phi, hessian in step.hessians(layout.rows * (2 * layout.width + 4 * layout.rows)):

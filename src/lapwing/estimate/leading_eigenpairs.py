@@ -19,8 +19,10 @@ from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.data_pass import Batches, one_shot, pulled
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Dual, LowRank, RowSet
+from lapwing.linalg.budget import available_memory, check_memory
 from lapwing.linalg.checks import eigh_psd, normal
 from lapwing.linalg.rows import Piece
+from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 
 OVERSAMPLING = 10
@@ -45,6 +47,7 @@ def low_rank(
     """
     if rank < 1 or passes < 2:
         raise CurvatureError(f"rank is {rank} and passes {passes}; expected a rank >= 1 and at least 2 passes.")
+    _check_memory(tangent.space, rank)
     if generator is None:
         numbers = torch.Generator().manual_seed(_next_seed())
         found = low_rank(
@@ -86,6 +89,16 @@ def low_rank(
     # the curvature within the subspace; what it does to the rest is not known
     values, vectors = eigh_psd((basis.mT @ product + product.mT @ basis) / 2, "the curvature in the subspace")
     return LowRank.of(basis @ (vectors * values.sqrt()), rank, dtype)
+
+
+def _check_memory(space: ParamSpace, rank: int) -> None:
+    """Eigenvectors in float64 while they are found, with those of the subspace and of its decomposition."""
+    each = 4 * 8 * space.size
+    free = available_memory(space.device)
+    fits = 0 if free is None else max(0, free // each - OVERSAMPLING)
+    remedy = f"Use rank={fits}, which fits" if fits else "Use kron, diag or matrix_free"
+    what = f"{rank} eigenvectors of {space.size:,} weights, while they are found"
+    check_memory(each * (min(rank + OVERSAMPLING, space.size)), what, f"{remedy}, or fewer weights.", space.device)
 
 
 def _next_seed() -> int:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lapwing.errors import CurvatureError
 
 DEFAULT_BUDGET = 2**28
 """Bytes that one intermediate of a fit or a prediction may take; work is cut into chunks that fit."""
@@ -16,3 +21,43 @@ def chunks(total: int, bytes_per_item: int, budget: int) -> Iterator[slice]:
     step = max(1, min(total, budget // max(1, bytes_per_item)))
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device, as far as the system says: None where it does not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    free = _number(Path("/proc/meminfo"), "MemAvailable:")
+    return None if free is None else min(1024 * free, *_left_to_the_group(1024 * free))
+
+
+def _left_to_the_group(free: int) -> list[int]:
+    """What a container's limit leaves; files that the system keeps in memory count as free."""
+    group = Path("/sys/fs/cgroup")
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    kept = _number(group / "memory.stat", "inactive_file")
+    return [free] if limit is None or used is None else [limit - used + (kept or 0)]
+
+
+def _number(path: Path, name: str = "") -> int | None:
+    """The number behind a name, or the first one, of a file of the system; None where there is none."""
+    try:
+        words = path.read_text().split()
+        return int(words[words.index(name) + 1 if name else 0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def check_memory(needed: int, what: str, remedy: str, device: torch.device) -> None:
+    """Refuses, before anything is computed, what the device has no room for."""
+    free = available_memory(device)
+    if free is not None and needed > free:
+        raise CurvatureError(
+            f"{what}: {_size(needed)} of memory; expected at most {_size(free)}, what is free. {remedy}"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**29 else f"{count / 2**20:,.1f} MiB"
