@@ -130,8 +130,8 @@ class KronLaplace(ParametricLaplace):
     The prior is divided between the factors by their traces; `damping="plain"` adds its square root to each.
 
     Options: `bias` "joint" (weight and bias in one block, default) or "separate"; `sharing` "expand" or "reduce";
-    `dense_limit` (1024 unless given), up to which vectors get a dense block, and a diagonal beyond; `wide_limit` (8192),
-    the most rows of a factor that is kept whole: of a wider one, as of a vocabulary, the diagonal is kept;
+    `dense_limit` (1024 unless given), up to which vectors get a dense block, and a diagonal beyond; `wide_limit`
+    (8192), the most rows of a factor that is kept whole: of a wider one, as of a vocabulary, the diagonal is kept;
     `on_unsupported`, for parameters that form no Kronecker product: "exact" (default), blocks as for vectors, named in
     `exact_blocks`, or "error".
     """
