@@ -79,7 +79,7 @@ def test_a_full_matrix_of_millions_of_weights(subset: str) -> None:
 def test_dense_blocks_and_eigenvectors_that_do_not_fit() -> None:
     model = nn.Sequential(nn.Linear(2, 2000), nn.Tanh(), nn.Linear(2000, 2500))
     x, y = torch.randn(2, 2), torch.tensor([0, 1])
-    with pytest.raises(CurvatureError, match="dense blocks of 5,008,500 weights and their factors: .* Use kron"):
+    with pytest.raises(CurvatureError, match=r"dense blocks of 5,008,500 weights and their factors: .* Use kron"):
         Laplace(model, "classification", "all", "blocks").fit([(x, y)])
-    with pytest.raises(CurvatureError, match="1000000 eigenvectors of 5,008,500 weights.* Use (rank=|kron)"):
+    with pytest.raises(CurvatureError, match=r"1000000 eigenvectors of 5,008,500 weights.* Use (rank=|kron)"):
         Laplace(model, "classification", "all", "lowrank", rank=1_000_000).fit([(x, y)])

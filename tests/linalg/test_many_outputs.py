@@ -106,7 +106,7 @@ def test_no_matrix_of_all_outputs_against_each_other_is_formed() -> None:
 
 
 def test_rows_that_are_spelled_out_meet_others_in_factored_form() -> None:
-    """A low-rank curvature: products with the rows of a prediction, and their derivatives, as of columns spelled out."""
+    """A low-rank curvature: products with an input's rows, and their derivatives, as of columns spelled out."""
     model = convolutional()
     found, linear = curvature("low_rank", Tangent(model)), Tangent(model).at(X)
     assert found.dual.rows.spelled_out

@@ -152,9 +152,10 @@ class RowSet:
         ((first,),) = self.parts
         assert isinstance(first, DenseRows)
         rows = first.values.transpose(0, 1).flatten(0, 1)
-        found = []
-        for part in chunks(len(rows), 3 * 8 * self.size, DEFAULT_BUDGET):
-            found.append(push(pieces, rows[part].double() * weight, DEFAULT_BUDGET).flatten(1))
+        found = [
+            push(pieces, rows[part].double() * weight, DEFAULT_BUDGET).flatten(1)
+            for part in chunks(len(rows), 3 * 8 * self.size, DEFAULT_BUDGET)
+        ]
         return torch.cat(found)
 
     def weighted(self, other: Sequence[Stack], weight: Float[Tensor, " params"]) -> Float[Tensor, "m other"]:
