@@ -80,8 +80,8 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(value, b[name]), f"{name} differs by {float((value - b[name]).abs().max())}"
 
 
-STORED = [key for key in CLASSES if STRUCTURES[key[1]].stored]
-every_class = pytest.mark.parametrize(("subset", "structure"), STORED)
+SAVED = [key for key in CLASSES if STRUCTURES[key[1]].stored]
+every_class = pytest.mark.parametrize(("subset", "structure"), SAVED)
 
 
 @every_class
@@ -108,7 +108,7 @@ def test_a_loaded_posterior_is_the_saved_one(
 
 def save_all(folder: Path) -> dict[str, dict[str, Tensor]]:
     expected = {}
-    for subset, structure in STORED:
+    for subset, structure in SAVED:
         la = made(subset, structure)
         la.save(folder / f"{subset} {structure}.lapwing")
         expected[f"{subset} {structure}"] = outputs(la, inputs())

@@ -6,6 +6,7 @@ kfra                      the same, propagated in expectation: its cost does not
 ekfac                     their eigenbasis, with the exact diagonal of the curvature in it
 dual, low_rank            the same by its rows (P >> N C), and its largest eigenpairs; `subset` of the data
 matrix_free               its products over the data, which are kept: conjugate gradients and Lanczos, for any P
+sketched                  no curvature but a score of inputs by the directions that the data determine, for very large P
 propagated_diagonal       variances carried back through squared Jacobians: any number of outputs at the cost of one
 mixed_diagonal            the same from the outputs to a bottleneck of few entries, and exact columns from there
 empirical                 outer products of observed gradients, any structure
@@ -30,8 +31,10 @@ from lapwing.estimate.naming import by_name
 from lapwing.estimate.propagated.diagonal import propagated_diagonal
 from lapwing.estimate.propagated.kfra import kfra
 from lapwing.estimate.propagated.mixed import mixed_diagonal
+from lapwing.estimate.sketched import SketchedScore, sketched
 
 __all__ = [
+    "SketchedScore",
     "blocks",
     "by_name",
     "diagonal",
@@ -52,5 +55,6 @@ __all__ = [
     "monte_carlo",
     "projections",
     "propagated_diagonal",
+    "sketched",
     "subset",
 ]
