@@ -1,8 +1,8 @@
 """sketched: a score of inputs for networks of any size, with the sketches of a Krylov basis in the place of the basis.
 
 Lanczos' method on the GGN finds directions v_1 .. v_k that the data determine; a pass over the data each, and three
-vectors [P] at a time. Of every direction S v_i is kept, [rows], and of all k their span Q. The score of an input is what
-of its Jacobian lies in no such direction,
+vectors [P] at a time. Of every direction S v_i is kept, [rows], and of all k their span Q. The score of an input is
+what of its Jacobian lies in no such direction,
 
     sum over outputs c of |J_c|^2 - |Q^T S J_c|^2,
 
