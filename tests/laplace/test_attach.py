@@ -86,7 +86,12 @@ def test_the_structure_follows_the_size() -> None:
     assert some.structure == "full"
     many = Laplace(big, "regression", "subnetwork", "auto", subnetwork_indices=torch.arange(3100))
     assert many.structure == "diag"
-    assert Laplace(big, "regression", "last_layer", "auto").structure == "kron"
+    last = Laplace(big, "regression", "last_layer", "auto")
+    assert last.reason == "full: 901 weights, so every covariance fits (up to 3,000)"
+    wide = nn.Sequential(nn.Linear(2, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 1))
+    named = Laplace(wide, "regression", "last_layer", "auto", last_layer_name="2")
+    assert named.reason.startswith("kron: 3,660 weights")
+    assert Laplace(nn.Conv2d(1, 4000, 1), "regression", "last_layer", "auto").structure == "kron"
     assert Laplace(network(), "regression", "all", "kron").reason == ""
     with pytest.raises(OptionError, match="'auto'"):
         Laplace(big, "regression", "all", "automatic")

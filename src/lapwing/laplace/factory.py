@@ -127,7 +127,8 @@ def Laplace(
     structure = choose(hessian_structure, [*STRUCTURES, "auto"], "hessian_structure")
     reason = ""
     if structure == "auto":
-        structure, reason = automatic(model, subset, options.get("subnetwork_indices", next(iter(arguments), None)))
+        indices = options.get("subnetwork_indices", next(iter(arguments), None))
+        structure, reason = automatic(model, subset, indices, options.get("last_layer_name"))
     kind = class_of(subset, structure)
     if subset == "subnetwork" and not arguments and "subnetwork_indices" not in options:
         raise OptionError(
@@ -139,12 +140,18 @@ def Laplace(
     return la
 
 
-def automatic(model: nn.Module, subset: str, indices: Any = None) -> tuple[str, str]:
+def automatic(
+    model: nn.Module, subset: str, indices: Any = None, last_layer_name: str | None = None
+) -> tuple[str, str]:
     """The structure that `auto` means, and the reason in a sentence.
 
-    A last layer is found when data are seen, so the weights of the whole network count for it.
+    A last layer without a name is found when data are seen; until then the last nn.Linear of the model stands for it.
     """
     size = len(indices) if subset == "subnetwork" and isinstance(indices, Tensor) else ParamSpace.of(model).size
+    if subset == "last_layer":
+        linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        layer = linear.get(last_layer_name or next(reversed(linear), ""))
+        size = size if layer is None else sum(p.numel() for p in layer.parameters())
     if size <= FULL_LIMIT:
         return "full", f"full: {size:,} weights, so every covariance fits (up to {FULL_LIMIT:,})"
     if subset == "subnetwork" and ParamSpace.of(model).select(mask=indices).cut():
