@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 Segment = tuple[int, int]
@@ -147,6 +147,18 @@ class MatrixLayout:
         yield slice(self.start, self.start + prod(self.stored)), self._stored(matrix[..., : self.cols])
         if self.bias is not None:
             yield slice(self.bias, self.bias + self.groups * self.rows), matrix[..., self.cols].flatten(-2)
+
+    def places(self, positions: Int[Tensor, " q"]) -> tuple[Int[Tensor, " q"], Int[Tensor, " q"], Int[Tensor, " q"]]:
+        """Group, row and column of entries of the flat vector, all of the weight or all of the bias."""
+        (start, stop), *_ = self.segments
+        if self.bias is not None and not bool(((positions >= start) & (positions < stop)).any()):
+            at = positions - self.bias
+            return at // self.rows, at % self.rows, torch.full_like(at, self.cols)
+        axes = torch.unravel_index(positions - start, self.stored)
+        at = torch.zeros_like(positions)
+        for axis in self.order:
+            at = at * self.stored[axis] + axes[axis]
+        return at // (self.rows * self.cols), at // self.cols % self.rows, at % self.cols
 
     def moved(self, to: Segments) -> MatrixLayout:
         """The same layout in the local coordinates of `to`."""

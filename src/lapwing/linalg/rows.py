@@ -188,6 +188,23 @@ class Piece(ABC):
     def add_to(self, out: Float[Tensor, "r n flat"], rows: slice) -> None:
         """Adds the rows of some data points, spelled out."""
 
+    def at_entries(self, index: Int[Tensor, " q"], budget: int) -> Float[Tensor, "r n q"]:
+        """The rows at some entries of the flat vector, in any order; zero where they have none."""
+        count, batch = self.shape
+        out = self.by_row.new_zeros(count, batch, len(index))
+        for start, stop in self.segments:
+            chosen = ((index >= start) & (index < stop)).nonzero().flatten()
+            if len(chosen):
+                out.index_copy_(2, chosen, self._entries((start, stop), index[chosen], budget))
+        return out
+
+    def _entries(self, segment: Segment, index: Int[Tensor, " q"], budget: int) -> Float[Tensor, "r n q"]:
+        """The rows at some entries of one of their intervals."""
+        whole, (count, batch) = Segments(self.segments), self.shape
+        local, at = self.moved(whole), index - segment[0] + whole.local(segment[0])
+        parts = chunks(batch, 2 * 8 * count * whole.size, budget)
+        return torch.cat([assemble([local], whole.size, points)[..., at] for points in parts], dim=1)
+
     @abstractmethod
     def push(self, deltas: Float[Tensor, "s size"], out: Float[Tensor, "s n r"], budget: int) -> None:
         """out += row[r,n] . delta[s] for many directions at once."""
@@ -300,6 +317,17 @@ class OuterRows(MatrixRows):
     def at(self, place: MatrixLayout | Segment) -> OuterRows:
         assert isinstance(place, MatrixLayout)
         return OuterRows(place, self.left, self.right)
+
+    def _entries(self, segment: Segment, index: Int[Tensor, " q"], budget: int) -> Float[Tensor, "r n q"]:
+        """One factor times the other at each entry, unless there are so many that whole matrices are faster."""
+        if 4 * len(index) > segment[1] - segment[0]:
+            return super()._entries(segment, index, budget)
+        groups, rows, cols = self.layout.places(index)
+        (count, batch), found = self.shape, []
+        for part in chunks(len(index), 3 * 8 * count * batch * self.shared, budget):
+            left = self.left[..., groups[part], rows[part]]
+            found.append(torch.einsum("r n t q, n t q -> r n q", left, self.right[..., groups[part], cols[part]]))
+        return torch.cat(found, dim=2)
 
     @property
     def shape(self) -> tuple[int, int]:

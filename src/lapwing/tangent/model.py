@@ -345,8 +345,8 @@ class Linearisation:
         """Memory that one cotangent needs on its way back, all layers together."""
         spelled_out = {*self.record.opaque, *self.record.derived}
         dense = sum(self.space.shape(name).numel() for name in spelled_out) * self.batch
-        if self.space.index is not None:  # rows of a sub-network are cut from those of whole tensors
-            dense += self.space.total * self.batch
+        if self.space.index is not None:  # rows of a sub-network are spelled out, one piece at a time
+            dense += self.space.size * self.batch
         return 3 * (self._entries + dense) * max(4, self.space.dtype.itemsize)
 
     def identity(self, bytes_per_cotangent: int | None = None) -> Iterator[Float[Tensor, "r batch *out"]]:
@@ -369,8 +369,10 @@ class Linearisation:
         pieces = self._pull(cotangents)
         if self.space.index is None:
             return pieces
-        dense = assemble(pieces, self.space.total, slice(0, self.batch))
-        return [DenseRows(0, self.space.restrict(dense))]
+        rows = pieces[0].at_entries(self.space.index, self.tangent.budget)
+        for piece in pieces[1:]:
+            rows = rows + piece.at_entries(self.space.index, self.tangent.budget)
+        return [DenseRows(0, rows)]
 
     @outside_modes
     def _pull(self, cotangents: Tensor) -> list[Piece]:
