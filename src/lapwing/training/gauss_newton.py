@@ -215,7 +215,7 @@ class GaussNewton(torch.optim.Optimizer):
         curvature, points = self._curvature
         if self._precision is None or self._precision[0] != zeta:
             self._precision = zeta, curvature.with_prior(points * (self.penalty.decay + zeta))
-        return self._precision[1].solve(-points * here.gradient)
+        return self._precision[1].solve(here.gradient).mul_(-points)
 
     def _plan(self, here: Here, zeta: float) -> Plan:
         directions = self._direction(here, zeta).unsqueeze(0)
@@ -244,7 +244,7 @@ class GaussNewton(torch.optim.Optimizer):
             damping = share * scale if scale < inf else share
             plan = self._plan(there, zeta if isinstance(zeta, (int, float)) else damping)
             coefficients, _ = plan.best(tau if tau is not None else damping)
-            found.append((damping, here.value - here.loss(here.theta + plan.step(coefficients))))
+            found.append((damping, here.value - here.loss(plan.moved(here.theta, coefficients))))
         best = max((gain for _, gain in found if isfinite(gain)), default=-inf)
         enough = [damping for damping, gain in found if best > 0 and gain >= ENOUGH * best]
         chosen = enough[0] if enough else found[0][0]
@@ -302,8 +302,7 @@ class GaussNewton(torch.optim.Optimizer):
         before = self.damping
         while not accepted and refused <= TRIES:
             coefficients, promised = plan.best(self.damping.tau)
-            step = plan.step(coefficients)
-            there = here.theta + step
+            there = plan.moved(here.theta, coefficients)
             if torch.equal(there, here.theta):  # too short to change a weight, or zero
                 break
             if isfinite(promised) and all_finite(there):
@@ -312,7 +311,7 @@ class GaussNewton(torch.optim.Optimizer):
                 accepted = after != after if not (self.verify or due) else after <= here.value + slack
                 if accepted:
                     self._write(there)
-                    self._last = step if self.momentum else None
+                    self._last = there - here.theta if self.momentum else None
                     break
             along = float(plan.bends[0, 0] / plan.norms[0, 0]) if float(plan.norms[0, 0]) else 0.0
             self.damping = self.damping.after_refusal(refused, along)
@@ -336,7 +335,7 @@ class GaussNewton(torch.optim.Optimizer):
             self.damping.of_curvature,
             accepted,
             refused,
-            float(here.gradient.norm()),
+            here.norm,
         )
 
     def _write(self, theta: Float[Tensor, " params"]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.inputs import Called, all_finite, batch_size
 
 Pair = tuple[Any, Any]
+Vectors = Sequence[Float[Tensor, " n"]] | Float[Tensor, "_ n"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +50,11 @@ class Penalty:
 
     def products(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
         """d_i^T diag(decay) d_j."""
-        if isinstance(self.decay, float):
-            return self.decay * (directions @ directions.mT).double()
-        return (directions * self.decay @ directions.mT).double()
+        if not isinstance(self.decay, float):
+            return products(directions * self.decay, directions)
+        if self.decay:
+            return self.decay * products(directions, directions)
+        return directions.new_zeros(len(directions), len(directions), dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +69,8 @@ class Here:
     theta: Float[Tensor, " params"]
     value: float
     gradient: Float[Tensor, " params"]
+    norm: float
+    """Of the gradient."""
     kept: tuple[Linearisation, Any] | None
 
     @staticmethod
@@ -83,7 +88,8 @@ class Here:
             kept = each, y
         assert gradient is not None, "there is at least one batch"
         gradient = penalty.added_to(gradient, theta)
-        if not all_finite(gradient):
+        norm = float(gradient.norm())
+        if not (isfinite(norm) or all_finite(gradient)):
             raise DataError(
                 "the gradient of the loss holds NaN or infinite entries; expected finite ones. Check the data and the "
                 "model at these weights."
@@ -98,11 +104,12 @@ class Here:
             theta,
             value,
             gradient,
+            norm,
             kept if len(batches) == 1 else None,
         )
 
     def slopes(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, " k"]:
-        return (directions @ self.gradient).double()
+        return products(directions, self.gradient.unsqueeze(0)).squeeze(1)
 
     def bends(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
         """d_i^T (G + diag(decay)) d_j, in float64; tau is not in it."""
@@ -110,9 +117,8 @@ class Here:
         for each, y in self._linearisations():
             along = [each.mv(direction) for direction in directions]
             curved = [self.likelihood.hessian_mv(each.value, y, image) for image in along]
-            left = torch.stack([image.flatten() for image in along]).double()
-            right = torch.stack([image.flatten() for image in curved]).double()
-            total = total + left @ right.mT / self.points
+            left, right = ([image.flatten().double() for image in images] for images in (along, curved))
+            total = total + products(left, right) / self.points
         return (total + total.mT) / 2
 
     def loss(self, theta: Float[Tensor, " params"]) -> float:
@@ -146,7 +152,7 @@ class Plan:
 
     @staticmethod
     def of(here: Here, directions: Float[Tensor, "k params"], zeta: float) -> Plan:
-        norms = (directions @ directions.mT).double()
+        norms = products(directions, directions)
         return Plan(directions, here.slopes(directions), here.bends(directions), norms, zeta)
 
     def best(self, tau: float) -> tuple[Float[Tensor, " k"], float]:
@@ -160,10 +166,16 @@ class Plan:
                 return torch.cat([found, found.new_zeros(len(matrix) - count)]), value
         return torch.zeros_like(self.slopes), inf
 
-    def step(self, coefficients: Float[Tensor, " k"]) -> Float[Tensor, " params"]:
-        if len(self.directions) == 1:
-            return float(coefficients[0]) * self.directions[0]
-        return coefficients.to(self.directions.dtype) @ self.directions
+    def moved(self, theta: Float[Tensor, " params"], coefficients: Float[Tensor, " k"]) -> Float[Tensor, " params"]:
+        """Where so much of every direction leads from theta."""
+        for direction, coefficient in zip(self.directions, coefficients.tolist(), strict=True):
+            theta = torch.add(theta, direction, alpha=coefficient)
+        return theta
+
+
+def products(a: Vectors, b: Vectors) -> Float[Tensor, "k m"]:
+    """All a_i^T b_j, in float64: a few long vectors, for which `dot` is faster than a matrix product."""
+    return torch.stack([torch.stack([torch.dot(left, right) for right in b]) for left in a]).double()
 
 
 def _part(batches: Sequence[Pair], number: int) -> AbstractContextManager[None]:

@@ -62,6 +62,17 @@ class DampedPart:
             weight, bias = self.rows @ weight, self.rows @ bias
         return torch.addcmul(weight @ inner, bias, border.mT), weight @ border + bias * corner
 
+    def apply_into(self, weight: Tensor, bias: Tensor, to_weight: Tensor, to_bias: Tensor | None) -> None:
+        """`applied`, written to a weight [K, O, I] and a bias [K, O, 1] of the same layout."""
+        assert to_bias is not None
+        inner, border, corner = self.bordered
+        if self.rows.dim() == 2:
+            weight, bias = weight * self.rows[:, :, None], bias * self.rows[:, :, None]
+        else:
+            weight, bias = self.rows @ weight, self.rows @ bias
+        torch.mul(bias, border.mT, out=to_weight).baddbmm_(weight, inner)
+        torch.mul(bias, corner, out=to_bias).baddbmm_(weight, border)
+
 
 @dataclass(frozen=True, eq=False)
 class FactoredPrecision(Precision):
@@ -86,6 +97,14 @@ class FactoredPrecision(Precision):
         inverses = [part.inverse for part in self.parts]
         known = [each for each in inverses if each is not None]
         return self._applied(v, known) if len(known) == len(inverses) else self.eigen.solve(v)
+
+    def solve_into(self, v: Float[Tensor, " params"], out: Float[Tensor, " params"]) -> None:
+        inverse = self.parts[0].inverse if len(self.parts) == 1 else None
+        weight, bias = self.layout.gather_apart(v)
+        if inverse is None or bias is None or not self.layout.in_order:
+            out.copy_(self.solve(v))
+        else:
+            inverse.apply_into(weight, bias, *self.layout.gather_apart(out))
 
     def _applied(self, v: Tensor, parts: Sequence[DampedPart]) -> Tensor:
         weight, bias = self.layout.gather_apart(v)
