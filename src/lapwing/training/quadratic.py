@@ -1,8 +1,9 @@
 """The loss at the present weights and its quadratic, over one or more batches: value, gradient [P], products.
 
-    E(theta) = mean_n -log p(y_n | f_n) + 1/2 (theta - m)^T diag(decay) (theta - m)
-    q(d)     = E + g^T d + 1/2 d^T (G + diag(decay) + tau I) d,      G = mean_n J_n^T H_n J_n      (thesis 4.14, 4.20)
+    E(theta) = mean_n -log p(y_n | f_n) + 1/2 (theta - m)^T P (theta - m)
+    q(d)     = E + g^T d + 1/2 d^T (G + P + tau I) d,      G = mean_n J_n^T H_n J_n      (thesis 4.14, 4.20)
 
+P is diag(decay), with the curvature of earlier data where the prior is a previous posterior.
 G is never formed: a direction costs one product J d of every batch. The graph of a single batch is kept from the
 gradient for the products; several batches are linearised again, so that memory is that of one.
 """
@@ -22,6 +23,8 @@ from torch import Tensor
 from lapwing.errors import DataError
 from lapwing.estimate.data_pass import check_loss, named
 from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Curvature, total
+from lapwing.priors import AnyPrior, Gaussian
 from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.inputs import Called, all_finite, batch_size
 
@@ -31,30 +34,56 @@ Vectors = Sequence[Float[Tensor, " n"]] | Float[Tensor, "_ n"]
 
 @dataclass(frozen=True, eq=False)
 class Penalty:
-    """1/2 (theta - mean)^T diag(decay) (theta - mean): the prior's part, per data point."""
+    """1/2 (theta - mean)^T (diag(decay) + curvature) (theta - mean): the prior's part, per data point.
+
+    `curvature` is that of earlier data, where the prior is a previous posterior.
+    """
 
     decay: float | Float[Tensor, " params"] = 0.0
     mean: float | Float[Tensor, ""] | Float[Tensor, " params"] = 0.0
+    curvature: Curvature | None = None
+
+    @staticmethod
+    def of(prior: AnyPrior, points: int) -> Penalty:
+        """A prior for so many data points."""
+        base = prior.base if isinstance(prior, Gaussian) else prior
+        precision = base.precision().detach()
+        decay = (float(precision) if precision.dim() == 0 else precision) / points
+        return Penalty(decay, prior.mean, prior.curvature * (1 / points) if isinstance(prior, Gaussian) else None)
 
     def value(self, theta: Tensor) -> float:
-        if isinstance(self.decay, float) and not self.decay:
+        if isinstance(self.decay, float) and not self.decay and self.curvature is None:
             return 0.0
-        away = (theta - self.mean).double()
-        return float((self.decay * away * away).sum()) / 2
+        away = theta - self.mean
+        found = float((self.decay * away.double() * away.double()).sum())
+        if self.curvature is not None:
+            found += float((away.double() * self.curvature.mv(away).double()).sum())
+        return found / 2
 
     def added_to(self, gradient: Tensor, theta: Tensor) -> Tensor:
         """The gradient of a loss and of this: a number alone takes one pass over the weights, and none if zero."""
+        if self.curvature is not None:
+            away = theta - self.mean
+            return gradient + self.decay * away + self.curvature.mv(away)
         if isinstance(self.decay, float) and isinstance(self.mean, (int, float)) and not self.mean:
             return gradient.add(theta, alpha=self.decay) if self.decay else gradient
         return gradient + self.decay * (theta - self.mean)
 
+    def joined(self, curvature: Curvature, points: float) -> Curvature:
+        """The curvature of so many data points with as many points' share of the earlier data's."""
+        return curvature if self.curvature is None else total(curvature, self.curvature * points)
+
     def products(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
-        """d_i^T diag(decay) d_j."""
+        """d_i^T (diag(decay) + curvature) d_j."""
         if not isinstance(self.decay, float):
-            return products(directions * self.decay, directions)
-        if self.decay:
-            return self.decay * products(directions, directions)
-        return directions.new_zeros(len(directions), len(directions), dtype=torch.float64)
+            found = products(directions * self.decay, directions)
+        elif self.decay:
+            found = self.decay * products(directions, directions)
+        else:
+            found = directions.new_zeros(len(directions), len(directions), dtype=torch.float64)
+        if self.curvature is not None:
+            found = found + products(directions, self.curvature.mv(directions))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +141,7 @@ class Here:
         return products(directions, self.gradient.unsqueeze(0)).squeeze(1)
 
     def bends(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
-        """d_i^T (G + diag(decay)) d_j, in float64; tau is not in it."""
+        """d_i^T (G + P) d_j, in float64; tau is not in it."""
         total = self.penalty.products(directions)
         for each, y in self._linearisations():
             along = [each.mv(direction) for direction in directions]
