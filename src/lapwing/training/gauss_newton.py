@@ -315,7 +315,7 @@ class GaussNewton(torch.optim.Optimizer):
                 accepted = after != after if not (self.verify or due) else after <= here.value + slack
                 if accepted:
                     self._write(there)
-                    self._last = there - here.theta if self.momentum else None
+                    self._last = plan.step(coefficients) if self.momentum else None
                     break
             along = float(plan.bends[0, 0] / plan.norms[0, 0]) if float(plan.norms[0, 0]) else 0.0
             self.damping = self.damping.after_refusal(refused, along)

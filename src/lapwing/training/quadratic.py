@@ -201,6 +201,10 @@ class Plan:
             theta = torch.add(theta, direction, alpha=coefficient)
         return theta
 
+    def step(self, coefficients: Float[Tensor, " k"]) -> Float[Tensor, " params"]:
+        """So much of every direction: what `moved` adds, before rounding to theta's."""
+        return coefficients.to(self.directions.dtype) @ self.directions
+
 
 def products(a: Vectors, b: Vectors) -> Float[Tensor, "k m"]:
     """All a_i^T b_j, in float64: a few long vectors, for which `dot` is faster than a matrix product."""

@@ -102,7 +102,7 @@ class FactoredPrecision(Precision):
     def solve_into(self, v: Float[Tensor, " params"], out: Float[Tensor, " params"]) -> None:
         inverse = self.parts[0].inverse if len(self.parts) == 1 else None
         weight, bias = self.layout.gather_apart(v)
-        if inverse is None or bias is None or not self.layout.in_order:
+        if inverse is None or bias is None or not (self.layout.in_order and out.is_contiguous()):
             out.copy_(self.solve(v))
         else:
             inverse.apply_into(weight, bias, *self.layout.gather_apart(out))
@@ -150,7 +150,7 @@ def _inverse(factor: Factor) -> Factor | None:
 
 
 BLOCK, BANDS, ALIGNED = 128, 8, 16
-"""Wide triangles are inverted by products of blocks, which two cores share; LAPACK's own inverse is left to one."""
+"""Wide triangles are inverted by products of blocks, which gain more from a second core than LAPACK's inverse."""
 
 
 def _inverse_of_triangle(lower: Float[Tensor, "k d d"]) -> Float[Tensor, "k d d"]:
