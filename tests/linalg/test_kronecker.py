@@ -212,6 +212,20 @@ def test_up_to_the_limit_nothing_is_merged() -> None:
     assert eigenbasis.DENSE_LIMIT >= 1000
 
 
+@pytest.mark.parametrize("width", [128, 129, 300])
+def test_wide_factors_are_inverted_in_blocks(width: int) -> None:
+    g = generator()
+    layout = MatrixLayout(0, (2, 2, width), (0, 1, 2), groups=2, rows=2, cols=width)
+    a, b = psd(g, 2, width), psd(g, 2, 2)
+    precision = Kronecker(layout, (Term(a, b, 1.0),), factored_damping=True).with_prior(0.5)
+    v = normal(g, 4 * width)
+    matrix = precision.mv(torch.eye(4 * width, dtype=torch.float64))
+    torch.testing.assert_close(precision.solve(v), torch.linalg.solve(matrix, v), rtol=1e-9, atol=1e-12)
+    (part,) = precision.parts
+    assert part.inverse is not None
+    torch.testing.assert_close(part.inverse.cols, torch.linalg.inv(part.cols), rtol=1e-9, atol=1e-12)
+
+
 def test_factored_damping_damps_the_factors_of_the_nearest_product() -> None:
     one, other = tasks(LINEAR_BIAS, 2, damped=True)
     total = one + other

@@ -39,6 +39,24 @@ def test_solve_is_the_inverse_times_a_vector(structure: Structure, lead: tuple[i
 
 
 @every_structure
+def test_a_solution_has_memory_of_its_own_or_goes_where_it_is_told_to(structure: Structure) -> None:
+    """Without derivatives solutions may be written in place; they are the same, and v is as it was."""
+    case = structure.make(generator())
+    v = normal(generator(2), case.size)
+    for precision, matrix in with_every_prior(case):
+        kept, wide = v.clone(), torch.full((case.size + 2,), 7.0, dtype=torch.float64)
+        with torch.no_grad():
+            found = precision.solve(v)
+            precision.solve_into(v, wide[1:-1])
+        expected = torch.linalg.solve(matrix, kept)
+        close(found, expected)
+        close(wide[1:-1], expected)
+        found.zero_()
+        assert torch.equal(v, kept)
+        assert wide[0] == wide[-1] == 7
+
+
+@every_structure
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)], ids=str)
 def test_mv_is_the_matrix_times_a_vector(structure: Structure, lead: tuple[int, ...]) -> None:
     case = structure.make(generator())

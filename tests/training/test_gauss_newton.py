@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lapwing import estimate
+from lapwing import estimate, priors
 from lapwing.errors import CurvatureError, DataError, ModelError, OptionError, StorageError
 from lapwing.likelihoods import Bernoulli, BernoulliMixture, Categorical, Gaussian, Likelihood, Poisson, from_function
+from lapwing.linalg import Dense
 from lapwing.params import ParamSpace
 from lapwing.priors import Prior
 from lapwing.tangent import Tangent
@@ -83,6 +84,51 @@ def test_a_step_of_a_prior_with_a_mean_ends_at_its_own_solution() -> None:
     )
     expected = torch.linalg.solve(x.mT @ x + precision.diag(), (x.mT @ y).squeeze(1) + precision * mean)
     torch.testing.assert_close(weights(model), expected, rtol=1e-9, atol=1e-12)
+
+
+def posterior_of_earlier_data(size: int) -> priors.Gaussian:
+    torch.manual_seed(1)
+    rows, mean = torch.randn(6, size).double(), torch.randn(size).double()
+    return priors.Gaussian(mean, Dense(rows.mT @ rows), 0.5)
+
+
+def test_one_step_under_a_previous_posterior_ends_at_the_mode_of_both_data_sets() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 1, bias=False).double(), torch.randn(20, 3).double(), torch.randn(20, 1).double()
+    prior = posterior_of_earlier_data(3)
+    options: dict[str, Any] = {"structure": "full", "estimator": "exact", "tau": 0.0, "zeta": 0.0}
+    step = GaussNewton(model, Gaussian(), prior=prior, points=20, **options).step(x, y)
+    precision = prior.curvature.dense() + 0.5 * torch.eye(3).double()
+    mode = torch.linalg.solve(x.mT @ x + precision, (x.mT @ y).squeeze(1) + precision @ prior.mean)
+    torch.testing.assert_close(weights(model), mode, rtol=1e-9, atol=1e-12)
+    assert step.ratio == pytest.approx(1.0, rel=1e-9)
+    assert step.length == pytest.approx(1.0, rel=1e-9)
+    expected = -Gaussian().log_prob(x @ mode[:, None], y).mean() + prior.scatter(mode) / 40
+    assert step.after == pytest.approx(float(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "gp"])
+def test_a_previous_posterior_joins_any_structure(structure: str) -> None:
+    """A batch of 24 points has its share, 24 / 100, of a prior for 100: direction and curvature by dense matrices."""
+    model = network()
+    prior = posterior_of_earlier_data(16)
+    optimiser = GaussNewton(
+        model, Gaussian(), structure=structure, estimator="exact", prior=prior, points=100, tau=0.1, zeta=0.3
+    )
+    here = optimiser.here([(X, Y)])
+    optimiser._renew(here)
+    assert optimiser._curvature is not None
+    precision = (prior.curvature.dense() + 0.5 * torch.eye(16).double()) / 100
+    gradient = Here.of(optimiser.tangent, Gaussian(), Penalty(), [(X, Y)]).gradient
+    gradient = gradient + precision @ (here.theta - prior.mean)
+    torch.testing.assert_close(here.gradient, gradient, rtol=1e-9, atol=1e-12)
+    matrix = optimiser._curvature[0].dense() / 24 + precision + 0.3 * torch.eye(16).double()
+    direction = optimiser._direction(here, 0.3)
+    torch.testing.assert_close(direction, -torch.linalg.solve(matrix, gradient), rtol=1e-9, atol=1e-12)
+    exact = ggn(model, Gaussian(), X, Y) / 24 + precision
+    bends = here.bends(torch.stack([direction, gradient]))
+    both = torch.stack([direction, gradient])
+    torch.testing.assert_close(bends, both @ exact @ both.mT, rtol=1e-9, atol=1e-12)
 
 
 def renewals(refresh: int, count: int, **damping: Any) -> tuple[list[int], list[Tensor], list[Tensor]]:
@@ -644,6 +690,8 @@ def test_other_mistakes_are_named() -> None:
     model = network()
     with pytest.raises(OptionError, match="without `points`"):
         GaussNewton(model, Gaussian(), prior=Prior.isotropic(ParamSpace.of(model)))
+    with pytest.raises(OptionError, match="one of 3 parameters; expected 16"):
+        GaussNewton(model, Gaussian(), prior=posterior_of_earlier_data(3), points=24)
     with pytest.raises(OptionError, match="no trainable parameters"):
         GaussNewton(model, Gaussian(), groups=[{"params": [*model.parameters(), nn.Parameter(torch.ones(1))]}])
     optimiser = GaussNewton(model, Gaussian())

@@ -59,14 +59,20 @@ class Bernoulli(Positionwise):
     def _invalid(self, f: Tensor, y: Tensor) -> Bool[Tensor, "*target"]:
         return ~((y >= 0) & (y <= 1))
 
+    def _all_valid(self, f: Tensor, y: Tensor) -> bool:
+        if y.dtype == torch.bool or not y.numel():
+            return True
+        low, high = y.aminmax()  # NaN where one is
+        return bool(low >= 0) and bool(high <= 1)
+
     def _domain(self, f: Tensor) -> tuple[str, str]:
         return "0, 1, or a probability between them", "code the classes as 0 and 1 (for -1 and 1: (y + 1) / 2)"
 
     def _log_prob(self, f: Float[Tensor, "*lead C"], y: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead"]:
-        return (y * logsigmoid(f) + (1 - y) * logsigmoid(-f)).sum(-1)
+        return torch.lerp(logsigmoid(-f), logsigmoid(f), y).sum(-1)
 
     def _grad(self, f: Float[Tensor, "*lead C"], y: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
-        return (1 - y) * f.sigmoid() - y * (-f).sigmoid()
+        return torch.lerp(f.sigmoid(), -(-f).sigmoid(), y)
 
     def _fisher(self, f: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C C"]:
         return torch.diag_embed(f.sigmoid() * (-f).sigmoid())
@@ -94,7 +100,7 @@ class Bernoulli(Positionwise):
         return torch.logit(p.clamp(limits.tiny, 1 - limits.eps))
 
     def refuse_probabilities(self, f: Float[Tensor, "batch *outputs"]) -> None:
-        if f.numel() >= FEW_LOGITS and bool((f >= 0).all()) and bool((f <= 1).all()):
+        if f.numel() >= FEW_LOGITS and bool(f.amin() >= 0) and bool(f.amax() <= 1):
             warnings.warn(
                 f"all {f.numel()} outputs of the model lie between 0 and 1; expected logits. If it ends in a "
                 "sigmoid, leave that out, or take torch.logit of what it gives.",

@@ -184,7 +184,18 @@ class BlocksPrecision(Precision):
         return self._gathered([part.mv(segments.gather(v)) for segments, part in self.parts])
 
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
-        return self._gathered([part.solve(segments.gather(v)) for segments, part in self.parts])
+        if torch.is_grad_enabled() or v.dim() > 1:
+            return self._gathered([part.solve(segments.gather(v)) for segments, part in self.parts])
+        out = torch.empty_like(v)
+        self.solve_into(v, out)
+        return out
+
+    def solve_into(self, v: Float[Tensor, " params"], out: Float[Tensor, " params"]) -> None:
+        for segments, part in self.parts:
+            if segments.span is None:
+                segments.scatter(part.solve(segments.gather(v)), out)
+            else:
+                part.solve_into(v[segments.span], out[segments.span])
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
         return self._gathered([part.draw(n, generator) for _, part in self.parts])

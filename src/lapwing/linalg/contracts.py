@@ -180,7 +180,12 @@ class Precision(ABC):
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
 
     @abstractmethod
-    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]: ...
+    def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
+        """precision^-1 v, in memory of its own."""
+
+    def solve_into(self, v: Float[Tensor, " params"], out: Float[Tensor, " params"]) -> None:
+        """`solve(v)` written to `out`; structures that can do so leave the copy out. No derivatives are taken."""
+        out.copy_(self.solve(v))
 
     @abstractmethod
     def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:

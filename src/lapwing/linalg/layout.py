@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -28,6 +30,13 @@ class Segments:
     @property
     def size(self) -> int:
         return sum(stop - start for start, stop in self.intervals)
+
+    @cached_property
+    def span(self) -> slice | None:
+        """All of them as one interval, where each begins at the end of the one before; else None."""
+        if any(stop != start for (_, stop), (start, _) in pairwise(self.intervals)):
+            return None
+        return slice(self.intervals[0][0], self.intervals[-1][1])
 
     def gather(self, v: Shaped[Tensor, "*batch flat"]) -> Shaped[Tensor, "*batch local"]:
         parts = [v[..., start:stop] for start, stop in self.intervals]
@@ -113,6 +122,11 @@ class MatrixLayout:
             return weight, None
         bias = v[..., self.bias : self.bias + self.groups * self.rows].reshape(*lead, self.groups, self.rows, 1)
         return weight, bias
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the matrix has the entries of the weight in their own order, so that it is a view of them."""
+        return self.order == tuple(range(len(self.order)))
 
     def flat(
         self,

@@ -45,7 +45,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Precision
 from lapwing.linalg.autocast import outside_autocast
 from lapwing.params import ParamSpace
-from lapwing.priors import Prior
+from lapwing.priors import AnyPrior
 from lapwing.serialize import compact, pack, unpack
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
@@ -72,7 +72,8 @@ class GaussNewton(torch.optim.Optimizer):
     `structure` and `estimator` name the curvature as `Laplace` does (kron, ekfac, full, gp, blocks, diag, ...; exact,
     mc, projection, recursive, ...), or `structure` is a function of `lapwing.estimate`. `weight_decay` is lambda beside
     a mean loss; parameter groups may each have their own: `groups=[{"params": [...], "weight_decay": 0.1}, ...]`. A
-    `prior` with `points`, the number of data points it is meant for, takes its place. A `space` trains some of the
+    `prior` with `points`, the number of data points it is meant for, takes its place; it may be a previous posterior
+    (`la.as_prior()`), whose curvature is then added to that of every batch. A `space` trains some of the
     parameters, or some entries of them, and leaves the others alone.
 
     `tau` and `zeta` start where they are given, or are found at the first step, which tries a few; `zeta="tied"` is tau
@@ -93,7 +94,7 @@ class GaussNewton(torch.optim.Optimizer):
         options: Mapping[str, Any] | None = None,
         weight_decay: float | int = 0.0,
         groups: Iterable[dict[str, Any]] | None = None,
-        prior: Prior | None = None,
+        prior: AnyPrior | None = None,
         points: int | None = None,
         space: ParamSpace | None = None,
         tau: float | int | None = None,
@@ -137,6 +138,7 @@ class GaussNewton(torch.optim.Optimizer):
         self.number = 0
         self._curvature: tuple[Curvature, float] | None = None
         self._precision: tuple[float, Precision] | None = None
+        self._joined: tuple[Curvature, Curvature] | None = None
         self._last: Tensor | None = None
 
     @classmethod
@@ -214,8 +216,10 @@ class GaussNewton(torch.optim.Optimizer):
         assert self._curvature is not None
         curvature, points = self._curvature
         if self._precision is None or self._precision[0] != zeta:
-            self._precision = zeta, curvature.with_prior(points * (self.penalty.decay + zeta))
-        return self._precision[1].solve(-points * here.gradient)
+            if self._joined is None or self._joined[0] is not curvature:  # kept: it may hold its decomposition
+                self._joined = curvature, self.penalty.joined(curvature, points)
+            self._precision = zeta, self._joined[1].with_prior(points * (self.penalty.decay + zeta))
+        return self._precision[1].solve(here.gradient).mul_(-points)
 
     def _plan(self, here: Here, zeta: float) -> Plan:
         directions = self._direction(here, zeta).unsqueeze(0)
@@ -244,7 +248,7 @@ class GaussNewton(torch.optim.Optimizer):
             damping = share * scale if scale < inf else share
             plan = self._plan(there, zeta if isinstance(zeta, (int, float)) else damping)
             coefficients, _ = plan.best(tau if tau is not None else damping)
-            found.append((damping, here.value - here.loss(here.theta + plan.step(coefficients))))
+            found.append((damping, here.value - here.loss(plan.moved(here.theta, coefficients))))
         best = max((gain for _, gain in found if isfinite(gain)), default=-inf)
         enough = [damping for damping, gain in found if best > 0 and gain >= ENOUGH * best]
         chosen = enough[0] if enough else found[0][0]
@@ -302,8 +306,7 @@ class GaussNewton(torch.optim.Optimizer):
         before = self.damping
         while not accepted and refused <= TRIES:
             coefficients, promised = plan.best(self.damping.tau)
-            step = plan.step(coefficients)
-            there = here.theta + step
+            there = plan.moved(here.theta, coefficients)
             if torch.equal(there, here.theta):  # too short to change a weight, or zero
                 break
             if isfinite(promised) and all_finite(there):
@@ -312,7 +315,7 @@ class GaussNewton(torch.optim.Optimizer):
                 accepted = after != after if not (self.verify or due) else after <= here.value + slack
                 if accepted:
                     self._write(there)
-                    self._last = step if self.momentum else None
+                    self._last = plan.step(coefficients) if self.momentum else None
                     break
             along = float(plan.bends[0, 0] / plan.norms[0, 0]) if float(plan.norms[0, 0]) else 0.0
             self.damping = self.damping.after_refusal(refused, along)
@@ -336,7 +339,7 @@ class GaussNewton(torch.optim.Optimizer):
             self.damping.of_curvature,
             accepted,
             refused,
-            float(here.gradient.norm()),
+            here.norm,
         )
 
     def _write(self, theta: Float[Tensor, " params"]) -> None:
@@ -438,7 +441,7 @@ def _penalty(
     groups: Sequence[Mapping[str, Any]],
     parameters: Mapping[str, Tensor],
     space: ParamSpace,
-    prior: Prior | None,
+    prior: AnyPrior | None,
     points: int | None,
 ) -> Penalty:
     """From a prior over the data of `points` points, or the weight decay of every group."""
@@ -461,8 +464,11 @@ def _penalty(
                 "prior and the number."
             )
         _check_count(points, "points")
-        precision = prior.precision().detach()
-        return Penalty((float(precision) if precision.dim() == 0 else precision) / points, prior.mean)
+        if prior.size != space.size:
+            raise OptionError(
+                f"the prior is one of {prior.size} parameters; expected {space.size}, those that are trained."
+            )
+        return Penalty.of(prior, points)
     if len(set(decays.values())) == 1:
         return Penalty(float(next(iter(decays.values()))))
     each = torch.tensor([decays[id(tensor)] for tensor in parameters.values()], dtype=space.dtype, device=space.device)

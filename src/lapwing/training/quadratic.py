@@ -1,8 +1,9 @@
 """The loss at the present weights and its quadratic, over one or more batches: value, gradient [P], products.
 
-    E(theta) = mean_n -log p(y_n | f_n) + 1/2 (theta - m)^T diag(decay) (theta - m)
-    q(d)     = E + g^T d + 1/2 d^T (G + diag(decay) + tau I) d,      G = mean_n J_n^T H_n J_n      (thesis 4.14, 4.20)
+    E(theta) = mean_n -log p(y_n | f_n) + 1/2 (theta - m)^T P (theta - m)
+    q(d)     = E + g^T d + 1/2 d^T (G + P + tau I) d,      G = mean_n J_n^T H_n J_n      (thesis 4.14, 4.20)
 
+P is diag(decay), with the curvature of earlier data where the prior is a previous posterior.
 G is never formed: a direction costs one product J d of every batch. The graph of a single batch is kept from the
 gradient for the products; several batches are linearised again, so that memory is that of one.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -22,36 +23,67 @@ from torch import Tensor
 from lapwing.errors import DataError
 from lapwing.estimate.data_pass import check_loss, named
 from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Curvature, total
+from lapwing.priors import AnyPrior, Gaussian
 from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.inputs import Called, all_finite, batch_size
 
 Pair = tuple[Any, Any]
+Vectors = Sequence[Float[Tensor, " n"]] | Float[Tensor, "_ n"]
 
 
 @dataclass(frozen=True, eq=False)
 class Penalty:
-    """1/2 (theta - mean)^T diag(decay) (theta - mean): the prior's part, per data point."""
+    """1/2 (theta - mean)^T (diag(decay) + curvature) (theta - mean): the prior's part, per data point.
+
+    `curvature` is that of earlier data, where the prior is a previous posterior.
+    """
 
     decay: float | Float[Tensor, " params"] = 0.0
     mean: float | Float[Tensor, ""] | Float[Tensor, " params"] = 0.0
+    curvature: Curvature | None = None
+
+    @staticmethod
+    def of(prior: AnyPrior, points: int) -> Penalty:
+        """A prior for so many data points."""
+        base = prior.base if isinstance(prior, Gaussian) else prior
+        precision = base.precision().detach()
+        decay = (float(precision) if precision.dim() == 0 else precision) / points
+        return Penalty(decay, prior.mean, prior.curvature * (1 / points) if isinstance(prior, Gaussian) else None)
 
     def value(self, theta: Tensor) -> float:
-        if isinstance(self.decay, float) and not self.decay:
+        if isinstance(self.decay, float) and not self.decay and self.curvature is None:
             return 0.0
-        away = (theta - self.mean).double()
-        return float((self.decay * away * away).sum()) / 2
+        away = theta - self.mean
+        found = float((self.decay * away.double() * away.double()).sum())
+        if self.curvature is not None:
+            found += float((away.double() * self.curvature.mv(away).double()).sum())
+        return found / 2
 
     def added_to(self, gradient: Tensor, theta: Tensor) -> Tensor:
         """The gradient of a loss and of this: a number alone takes one pass over the weights, and none if zero."""
+        if self.curvature is not None:
+            away = theta - self.mean
+            return gradient + self.decay * away + self.curvature.mv(away)
         if isinstance(self.decay, float) and isinstance(self.mean, (int, float)) and not self.mean:
             return gradient.add(theta, alpha=self.decay) if self.decay else gradient
         return gradient + self.decay * (theta - self.mean)
 
+    def joined(self, curvature: Curvature, points: float) -> Curvature:
+        """The curvature of so many data points with as many points' share of the earlier data's."""
+        return curvature if self.curvature is None else total(curvature, self.curvature * points)
+
     def products(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
-        """d_i^T diag(decay) d_j."""
-        if isinstance(self.decay, float):
-            return self.decay * (directions @ directions.mT).double()
-        return (directions * self.decay @ directions.mT).double()
+        """d_i^T (diag(decay) + curvature) d_j."""
+        if not isinstance(self.decay, float):
+            found = products(directions * self.decay, directions)
+        elif self.decay:
+            found = self.decay * products(directions, directions)
+        else:
+            found = directions.new_zeros(len(directions), len(directions), dtype=torch.float64)
+        if self.curvature is not None:
+            found = found + products(directions, self.curvature.mv(directions))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +98,8 @@ class Here:
     theta: Float[Tensor, " params"]
     value: float
     gradient: Float[Tensor, " params"]
+    norm: float
+    """Of the gradient."""
     kept: tuple[Linearisation, Any] | None
 
     @staticmethod
@@ -83,7 +117,8 @@ class Here:
             kept = each, y
         assert gradient is not None, "there is at least one batch"
         gradient = penalty.added_to(gradient, theta)
-        if not all_finite(gradient):
+        norm = float(gradient.norm())
+        if not (isfinite(norm) or all_finite(gradient)):
             raise DataError(
                 "the gradient of the loss holds NaN or infinite entries; expected finite ones. Check the data and the "
                 "model at these weights."
@@ -98,21 +133,21 @@ class Here:
             theta,
             value,
             gradient,
+            norm,
             kept if len(batches) == 1 else None,
         )
 
     def slopes(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, " k"]:
-        return (directions @ self.gradient).double()
+        return products(directions, self.gradient.unsqueeze(0)).squeeze(1)
 
     def bends(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, "k k"]:
-        """d_i^T (G + diag(decay)) d_j, in float64; tau is not in it."""
+        """d_i^T (G + P) d_j, in float64; tau is not in it."""
         total = self.penalty.products(directions)
         for each, y in self._linearisations():
             along = [each.mv(direction) for direction in directions]
             curved = [self.likelihood.hessian_mv(each.value, y, image) for image in along]
-            left = torch.stack([image.flatten() for image in along]).double()
-            right = torch.stack([image.flatten() for image in curved]).double()
-            total = total + left @ right.mT / self.points
+            left, right = ([image.flatten().double() for image in images] for images in (along, curved))
+            total = total + products(left, right) / self.points
         return (total + total.mT) / 2
 
     def loss(self, theta: Float[Tensor, " params"]) -> float:
@@ -146,7 +181,7 @@ class Plan:
 
     @staticmethod
     def of(here: Here, directions: Float[Tensor, "k params"], zeta: float) -> Plan:
-        norms = (directions @ directions.mT).double()
+        norms = products(directions, directions)
         return Plan(directions, here.slopes(directions), here.bends(directions), norms, zeta)
 
     def best(self, tau: float) -> tuple[Float[Tensor, " k"], float]:
@@ -160,10 +195,20 @@ class Plan:
                 return torch.cat([found, found.new_zeros(len(matrix) - count)]), value
         return torch.zeros_like(self.slopes), inf
 
+    def moved(self, theta: Float[Tensor, " params"], coefficients: Float[Tensor, " k"]) -> Float[Tensor, " params"]:
+        """Where so much of every direction leads from theta."""
+        for direction, coefficient in zip(self.directions, coefficients.tolist(), strict=True):
+            theta = torch.add(theta, direction, alpha=coefficient)
+        return theta
+
     def step(self, coefficients: Float[Tensor, " k"]) -> Float[Tensor, " params"]:
-        if len(self.directions) == 1:
-            return float(coefficients[0]) * self.directions[0]
+        """So much of every direction: what `moved` adds, before rounding to theta's."""
         return coefficients.to(self.directions.dtype) @ self.directions
+
+
+def products(a: Vectors, b: Vectors) -> Float[Tensor, "k m"]:
+    """All a_i^T b_j, in float64: a few long vectors, for which `dot` is faster than a matrix product."""
+    return torch.stack([torch.stack([torch.dot(left, right) for right in b]) for left in a]).double()
 
 
 def _part(batches: Sequence[Pair], number: int) -> AbstractContextManager[None]:

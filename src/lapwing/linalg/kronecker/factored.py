@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -62,6 +63,17 @@ class DampedPart:
             weight, bias = self.rows @ weight, self.rows @ bias
         return torch.addcmul(weight @ inner, bias, border.mT), weight @ border + bias * corner
 
+    def apply_into(self, weight: Tensor, bias: Tensor, to_weight: Tensor, to_bias: Tensor | None) -> None:
+        """`applied`, written to a weight [K, O, I] and a bias [K, O, 1] of the same layout."""
+        assert to_bias is not None
+        inner, border, corner = self.bordered
+        if self.rows.dim() == 2:
+            weight, bias = weight * self.rows[:, :, None], bias * self.rows[:, :, None]
+        else:
+            weight, bias = self.rows @ weight, self.rows @ bias
+        torch.mul(bias, border.mT, out=to_weight).baddbmm_(weight, inner)
+        torch.mul(bias, corner, out=to_bias).baddbmm_(weight, border)
+
 
 @dataclass(frozen=True, eq=False)
 class FactoredPrecision(Precision):
@@ -86,6 +98,14 @@ class FactoredPrecision(Precision):
         inverses = [part.inverse for part in self.parts]
         known = [each for each in inverses if each is not None]
         return self._applied(v, known) if len(known) == len(inverses) else self.eigen.solve(v)
+
+    def solve_into(self, v: Float[Tensor, " params"], out: Float[Tensor, " params"]) -> None:
+        inverse = self.parts[0].inverse if len(self.parts) == 1 else None
+        weight, bias = self.layout.gather_apart(v)
+        if inverse is None or bias is None or not (self.layout.in_order and out.is_contiguous()):
+            out.copy_(self.solve(v))
+        else:
+            inverse.apply_into(weight, bias, *self.layout.gather_apart(out))
 
     def _applied(self, v: Tensor, parts: Sequence[DampedPart]) -> Tensor:
         weight, bias = self.layout.gather_apart(v)
@@ -126,4 +146,35 @@ def _inverse(factor: Factor) -> Factor | None:
     root, info = torch.linalg.cholesky_ex(factor)
     if bool((info != 0).any()):
         return None
-    return torch.cholesky_inverse(root)
+    return torch.cholesky_inverse(root) if root.shape[-1] <= BLOCK else _square(_inverse_of_triangle(root))
+
+
+BLOCK, BANDS, ALIGNED = 128, 8, 16
+"""Wide triangles are inverted by products of blocks, which gain more from a second core than LAPACK's inverse."""
+
+
+def _inverse_of_triangle(lower: Float[Tensor, "k d d"]) -> Float[Tensor, "k d d"]:
+    """By halves: the corner below the diagonal is -D^-1 C A^-1."""
+    width = lower.shape[-1]
+    if width <= BLOCK:
+        eye = torch.eye(width, dtype=lower.dtype, device=lower.device)
+        return torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+    half = _aligned(width / 2)
+    first, last = _inverse_of_triangle(lower[:, :half, :half]), _inverse_of_triangle(lower[:, half:, half:])
+    out = torch.zeros_like(lower)
+    out[:, :half, :half], out[:, half:, half:] = first, last
+    out[:, half:, :half].baddbmm_(last @ lower[:, half:, :half], first, alpha=-1)
+    return out
+
+
+def _square(lower: Float[Tensor, "k d d"]) -> Float[Tensor, "k d d"]:
+    """T^T T of a lower triangle, in bands of columns that leave its zeros out."""
+    width, out = lower.shape[-1], torch.empty_like(lower)
+    for start, stop in pairwise([*(_aligned(width * i / BANDS) for i in range(BANDS)), width]):
+        out[:, :stop, start:stop] = lower[:, start:, :stop].mT @ lower[:, start:, start:stop]
+        out[:, start:stop, :start] = out[:, :start, start:stop].mT
+    return out
+
+
+def _aligned(position: float) -> int:
+    return int(position) // ALIGNED * ALIGNED
