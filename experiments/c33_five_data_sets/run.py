@@ -158,7 +158,7 @@ def one(job: tuple[str, float, int], config: dict[str, Any]) -> Figures:
 
 
 def strengths(arm: str, config: dict[str, Any]) -> list[float]:
-    return config["strengths"][arm.rsplit(", ")[-1]]
+    return config["strengths"][arm.split(", ")[-1]]
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
@@ -238,8 +238,8 @@ def main(experiment: Experiment) -> None:
         },
         SOURCE,
         {name: [each[name] for each in checks] for name in checks[0]},
-        reduced=f"{config['train']:,} images of each set of about 50,000, {config['epochs']} epochs; notMNIST, SVHN and "
-        "CIFAR10 are subsets; strengths chosen on one seed, the non-online arms with those of the online ones",
+        reduced=f"{config['train']:,} images of each set of about 50,000, {config['epochs']} epochs; notMNIST, SVHN "
+        "and CIFAR10 are subsets; strengths chosen on one seed, the non-online arms with those of the online ones",
         notes="the picture shows the mean over seeds, and from the smallest to the largest",
     )
 
