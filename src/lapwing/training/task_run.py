@@ -1,7 +1,7 @@
 """TaskRun: the training of one task, which goes on where it was broken off, after an epoch or inside of one.
 
 A snapshot has all that the next step depends on: weights and buffers, optimiser, schedule, random numbers, the losses,
-and what Synaptic Intelligence has gathered. Inside an epoch it has the random numbers that the epoch began with as well:
+and what Synaptic Intelligence has gathered. Inside an epoch it also has the random numbers that the epoch began with:
 the loader begins there once more, and gives the batches that were done without a step. Memory: a copy of the weights
 and the moments of the optimiser.
 """
