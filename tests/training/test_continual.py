@@ -451,6 +451,24 @@ def test_a_task_that_was_broken_off_inside_an_epoch_goes_on_bit_for_bit(
         assert torch.equal(continual.penalty(theta), resumed.penalty(theta))
 
 
+def test_a_checkpoint_inside_an_epoch_with_more_batches_than_the_loader_has_is_refused(tmp_path: Path) -> None:
+    model, path = network(), tmp_path / "task.lapwing"
+    continual = Continual(model, "classification")
+
+    def kill(*_: Any) -> None:
+        if path.exists():
+            raise Killed
+
+    hook = model.register_forward_pre_hook(kill)
+    with pytest.raises(Killed):
+        continual.learn(classes(0, batch=2), epochs=1, optimizer=adam, checkpoint=path, checkpoint_every_batches=4)
+    hook.remove()
+    with unchanged(model), pytest.raises(StorageError, match="after 4 batches of an epoch, and the loader has fewer"):
+        continual.learn(classes(0), epochs=1, optimizer=adam, checkpoint=path, checkpoint_every_batches=4)
+    with pytest.raises(ParameterError, match="checkpoint_every_batches is 0"):
+        continual.learn(classes(0), epochs=1, checkpoint=path, checkpoint_every_batches=0)
+
+
 # -- what is refused, and what is left as it was -----------------------------------------------------------------------
 
 
