@@ -1,8 +1,8 @@
 """C33: five data sets, one after the other, by one convolutional network with a head for each of them.
 
 MNIST, notMNIST, Fashion-MNIST, SVHN and CIFAR10, all as images [3, 32, 32]: small ones have a border of zeros, grey
-ones the same values in three channels. Strengths are chosen by validation images on a seed of its own; test images are
-reported on the others. The two ends: the same network without a penalty, and on all data sets at once.
+ones the same values in three channels. Strengths and rates are chosen by validation images on a seed of its own; test
+images are reported on the others. The two ends: the same network without a penalty, and on all data sets at once.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ STYLE: dict[str, dict[str, Any]] = {
     "no penalty": {"color": COLOURS["data"], "linestyle": "-."},
 }
 JOINT = "all at once"
-TUNED = tuple(arm for arm in STYLE if arm not in WITHOUT and not arm.startswith("non-online"))
-"""The non-online arms have the strength of the online ones."""
+TUNED = tuple(arm for arm in STYLE if not arm.startswith("non-online"))
+"""The non-online arms have the strength and rate of the online ones."""
 SPREAD = 1.5
 """Points within which the three Kronecker arms are taken to be alike."""
 SOURCE = {
@@ -109,13 +109,9 @@ def networks(config: dict[str, Any]) -> tuple[nn.Sequential, list[nn.Module]]:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def adam(config: dict[str, Any], weights: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(weights, lr=config["rate"])
-
-
-def sequence(job: tuple[str, float, int], config: dict[str, Any]) -> Figures:
-    """Accuracies of one arm at one strength on one seed."""
-    arm, strength, seed = job
+def sequence(job: tuple[str, float, float, int], config: dict[str, Any]) -> Figures:
+    """Accuracies of one arm at one strength and rate on one seed."""
+    arm, strength, rate, seed = job
     config = config | {"seed": seed}
     shared, heads = networks(config)
     sampled = {} if arm in (*WITHOUT, "SI") else {"estimator": "mc"}
@@ -125,22 +121,25 @@ def sequence(job: tuple[str, float, int], config: dict[str, Any]) -> Figures:
         lambda k: nn.Sequential(shared, heads[k]),
         data_sets(config),
         config,
-        partial(adam, config),
+        partial(torch.optim.Adam, lr=rate),
         falling(config["epochs"]),
     )
-    found |= {"strength": strength, "mean": last(found["test"]), "chosen_by": last(found["validation"])}
-    print(seed, arm, strength, [round(each, 1) for each in found["test"][-1]], round(found["mean"], 2), flush=True)
+    found |= {"strength": strength, "rate": rate}
+    found |= {"mean": last(found["test"]), "chosen_by": last(found["validation"])}
+    print(
+        seed, arm, strength, rate, [round(each, 1) for each in found["test"][-1]], round(found["mean"], 2), flush=True
+    )
     return found
 
 
-def together(seed: int, config: dict[str, Any]) -> Figures:
+def together(rate: float, seed: int, config: dict[str, Any]) -> Figures:
     """Test accuracies of a network that is trained on all sets at once, a batch of each in turn."""
     config = config | {"seed": seed}
     shared, heads = networks(config)
     sets = data_sets(config)
     generator = torch.Generator().manual_seed(seed)
     batches = [Batches(*each.train, config["batch"], generator) for each in sets]
-    optimiser = adam(config, [*shared.parameters(), *(weight for head in heads for weight in head.parameters())])
+    optimiser = torch.optim.Adam([*shared.parameters(), *(w for head in heads for w in head.parameters())], lr=rate)
     schedule = falling(config["epochs"])(optimiser)
     for _ in range(config["epochs"]):
         for turn in zip(*batches, strict=True):
@@ -153,12 +152,15 @@ def together(seed: int, config: dict[str, Any]) -> Figures:
     return {"test": [test], "mean": fmean(test)}
 
 
-def one(job: tuple[str, float, int], config: dict[str, Any]) -> Figures:
-    return together(job[2], config) if job[0] == JOINT else sequence(job, config)
+def one(job: tuple[str, float, float, int], config: dict[str, Any]) -> Figures:
+    return together(*job[2:], config) if job[0] == JOINT else sequence(job, config)
 
 
-def strengths(arm: str, config: dict[str, Any]) -> list[float]:
-    return config["strengths"][arm.split(", ")[-1]]
+def tried_of(arm: str, config: dict[str, Any]) -> list[tuple[float, float]]:
+    """Strengths and rates."""
+    kind = arm.split(", ")[-1]
+    strengths = [1.0] if arm in WITHOUT else config["strengths"][kind]
+    return [(strength, rate) for strength in strengths for rate in config["rates"][kind]]
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
@@ -213,15 +215,17 @@ def picture(seeds: list[Figures]) -> Figure:
 def main(experiment: Experiment) -> None:
     torch.set_num_threads(1)
     config = experiment.config
-    grid = [(arm, each, config["tuning_seed"]) for arm in TUNED for each in strengths(arm, config)]
+    grid = [(arm, *each, config["tuning_seed"]) for arm in TUNED for each in tried_of(arm, config)]
     rows = in_processes(partial(sequence, config=config), grid, experiment.smoke)
     tried = {arm: [row for job, row in zip(grid, rows, strict=True) if job[0] == arm] for arm in TUNED}
-    best = {arm: max(each, key=lambda row: row["chosen_by"])["strength"] for arm, each in tried.items()}
-    best |= {f"non-{arm}": strength for arm, strength in best.items() if arm.startswith("online")}
-    jobs = [(arm, best.get(arm, 1.0), seed) for arm in [*STYLE, JOINT] for seed in config["seeds"]]
+    chosen = {arm: max(each, key=lambda row: row["chosen_by"]) for arm, each in tried.items()}
+    best = {arm: {key: row[key] for key in ("strength", "rate")} for arm, row in chosen.items()}
+    best |= {f"non-{arm}": each for arm, each in best.items() if arm.startswith("online")}
+    best[JOINT] = {"strength": 1.0, "rate": config["rates"][JOINT][0]}
+    jobs = [(arm, *best[arm].values(), seed) for arm in [*STYLE, JOINT] for seed in config["seeds"]]
     found = in_processes(partial(one, config=config), jobs, experiment.smoke)
     by_seed: dict[int, Figures] = {seed: {} for seed in config["seeds"]}
-    for (arm, _, seed), each in zip(jobs, found, strict=True):
+    for (arm, _, _, seed), each in zip(jobs, found, strict=True):
         by_seed[seed][arm] = each | {"end": dict(zip(SETS, each["test"][-1], strict=True))}
     seeds = list(by_seed.values())
     checks = [claims(each) for each in seeds]
@@ -230,7 +234,7 @@ def main(experiment: Experiment) -> None:
         {
             "best": best,
             "tried": {
-                arm: [{k: row[k] for k in ("strength", "mean", "chosen_by")} for row in each]
+                arm: [{k: row[k] for k in ("strength", "rate", "mean", "chosen_by")} for row in each]
                 for arm, each in tried.items()
             },
             "over_seeds": spread([plain(each) for each in seeds]),
@@ -239,7 +243,7 @@ def main(experiment: Experiment) -> None:
         SOURCE,
         {name: [each[name] for each in checks] for name in checks[0]},
         reduced=f"{config['train']:,} images of each set of about 50,000, {config['epochs']} epochs; notMNIST, SVHN "
-        "and CIFAR10 are subsets; strengths chosen on one seed, the non-online arms with those of the online ones",
+        "and CIFAR10 are subsets; strengths and rates chosen on one seed, those of the non-online arms not at all",
         notes="the picture shows the mean over seeds, and from the smallest to the largest",
     )
 
