@@ -186,6 +186,8 @@ def test_spread_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
         "c25",
         "c26",
         "c27",
+        "c31",
+        "c33",
         "e14_classes",
         "e14_noise",
     ],

@@ -1,9 +1,9 @@
 """C31: permuted MNIST, one task after another: online Laplace with Kronecker factors, against EWC, SI and the two ends.
 
 Every task is the same digits with the pixels in an order of its own; one network of ten outputs learns all of them.
-Strengths are chosen by the validation images of the first tasks, on a seed of its own. What is reported are test images
-on the other seeds. At the end the network of the Kronecker posterior is asked for its probabilities of
-the first task: those of its weights, and those of the linearised posterior.
+Strengths and rates are chosen by the validation images of the first tasks, on a seed of its own. What is reported are
+test images on the other seeds. At the end the network of the Kronecker posterior is asked for its probabilities of the
+first task: those of its weights, and those of the linearised posterior.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "c25_autoencoders"))
 from arms import in_processes
 from common import COLOURS, Checks, Experiment, Figures, idx_images, plain, spread
-from sequence import WITHOUT, Batches, Split, accuracy, course, last, learner
+from sequence import WITHOUT, Batches, Split, accuracy, course, falling, last, learner
 
 from lapwing.metrics import calibration_error, nll
 from lapwing.training import Continual
@@ -75,18 +75,18 @@ def network(config: dict[str, Any]) -> nn.Sequential:
     return nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
 
 
-def sequence(job: tuple[str, float], config: dict[str, Any], calibrated: bool = False) -> Figures:
-    """Accuracies of one arm at one strength, and what its posterior says of the first task."""
-    arm, strength = job
+def sequence(job: tuple[str, float, float], config: dict[str, Any], calibrated: bool = False) -> Figures:
+    """Accuracies of one arm at one strength and rate, and what its posterior says of the first task."""
+    arm, strength, rate = job
     tasks, model = permuted(config), network(config)
     continual = learner(arm, strength, model, config)
-    found: Figures = course(
-        continual, lambda _: model, tasks, config, lambda weights: torch.optim.Adam(weights, lr=config["rate"])
-    )
-    found |= {"strength": strength, "mean": last(found["test"]), "chosen_by": last(found["validation"])}
+    adam, schedule = partial(torch.optim.Adam, lr=rate), falling(config["epochs"])
+    found: Figures = course(continual, lambda _: model, tasks, config, adam, schedule)
+    found |= {"strength": strength, "rate": rate}
+    found |= {"mean": last(found["test"]), "chosen_by": last(found["validation"])}
     if calibrated:
         found |= calibration(continual, tasks, config)
-    print(config["seed"], arm, strength, [round(fmean(row), 2) for row in found["test"]], flush=True)
+    print(config["seed"], arm, strength, rate, [round(fmean(row), 2) for row in found["test"]], flush=True)
     return found
 
 
@@ -105,10 +105,12 @@ def calibration(continual: Continual, tasks: list[Split], config: dict[str, Any]
     last_one = tasks[-1].validation
     grid = {each: scored(last_one, prior_precision=each)["nll"] for each in config["prior_precisions"]}
     chosen = min(grid, key=lambda each: grid[each])
+    x, y = tasks[0].test
+    some = x[: config["calibrated_on"]], y[: config["calibrated_on"]]
     first = {
-        "map": scored(tasks[0].test, pred="map"),
-        "laplace": scored(tasks[0].test),
-        "laplace_chosen": scored(tasks[0].test, prior_precision=chosen),
+        "map": scored(some, pred="map"),
+        "laplace": scored(some),
+        "laplace_chosen": scored(some, prior_precision=chosen),
     }
     return {"first_task": first, "prior_precision_of_predictions": chosen}
 
@@ -119,28 +121,30 @@ def as_tensor(found: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     return found
 
 
-def together(config: dict[str, Any]) -> float:
+def together(config: dict[str, Any], rate: float) -> float:
     """Mean test accuracy over the tasks of a network that is trained on all of them at once."""
     tasks, model = permuted(config), network(config)
     x, y = (torch.cat(each) for each in zip(*(task.train for task in tasks), strict=True))
     batches = Batches(x, y, config["batch"], torch.Generator().manual_seed(config["seed"]))
-    adam = torch.optim.Adam(model.parameters(), lr=config["rate"])
+    adam = torch.optim.Adam(model.parameters(), lr=rate)
+    schedule = falling(config["epochs"])(adam)
     for _ in range(config["epochs"]):
         for inputs, targets in batches:
             adam.zero_grad()
             nn.functional.cross_entropy(model(inputs), targets).backward()
             adam.step()
+        schedule.step()
     return fmean(accuracy(model, *task.test) for task in tasks)
 
 
-def one(job: tuple[str, float, int], config: dict[str, Any]) -> Any:
-    arm, strength, seed = job
+def one(job: tuple[str, float, float, int], config: dict[str, Any]) -> Any:
+    arm, strength, rate, seed = job
     config = config | {"seed": seed}
-    return together(config) if arm == JOINT else sequence((arm, strength), config, arm in LAPLACE)
+    return together(config, rate) if arm == JOINT else sequence((arm, strength, rate), config, arm in LAPLACE)
 
 
 def strengths(arm: str, config: dict[str, Any]) -> list[float]:
-    return config["strengths_of_si"] if arm == "SI" else config["strengths"]
+    return [1.0] if arm in WITHOUT else config["strengths"][arm.split(", ")[-1]]
 
 
 def claims(found: Figures) -> Checks:
@@ -172,7 +176,7 @@ def picture(seeds: list[Figures], tried: dict[str, list[Figures]]) -> Figure:
     axes[0].set(xlabel="tasks seen", ylabel="mean test accuracy over them (%)", title="At each method's best strength")
     axes[0].legend(loc="lower left")
     for axis, arm in zip(axes[1:], LAPLACE, strict=True):
-        rows = tried[arm]
+        rows = [row for row in tried[arm] if row["rate"] == seeds[0][arm]["rate"]]
         at = [row["strength"] for row in rows]
         for name, place, colour in (("first task", 0, "sampled"), ("last task", -1, "exact")):
             axis.plot(at, [row["test"][-1][place] for row in rows], "o-", label=name, color=COLOURS[colour])
@@ -191,17 +195,17 @@ def main(experiment: Experiment) -> None:
     torch.set_num_threads(1)
     config = experiment.config
     by_cost = [arm for arm in STYLE if "Kronecker" in arm] + [arm for arm in STYLE if "Kronecker" not in arm]
-    grid = [(arm, strength) for arm in by_cost if arm not in WITHOUT for strength in strengths(arm, config)]
+    grid = [(arm, strength, rate) for arm in by_cost for strength in strengths(arm, config) for rate in config["rates"]]
     tuning = config | {"seed": config["tuning_seed"], "tasks": config["tuning_tasks"]}
     rows = in_processes(partial(sequence, config=tuning), grid, experiment.smoke)
     tried = {arm: [row for job, row in zip(grid, rows, strict=True) if job[0] == arm] for arm in STYLE}
-    best = {
-        arm: max(each, key=lambda row: row["chosen_by"])["strength"] if each else 1.0 for arm, each in tried.items()
-    }
-    jobs = [(arm, best.get(arm, 1.0), seed) for arm in [*by_cost, JOINT] for seed in config["seeds"]]
+    chosen = {arm: max(each, key=lambda row: row["chosen_by"]) for arm, each in tried.items()}
+    best = {arm: {key: row[key] for key in ("strength", "rate")} for arm, row in chosen.items()}
+    arms = [(arm, best[arm]["strength"], best[arm]["rate"]) for arm in by_cost]
+    jobs = [(*arm, seed) for arm in [*arms, (JOINT, 1.0, config["rates"][0])] for seed in config["seeds"]]
     found = in_processes(partial(one, config=config), jobs, experiment.smoke)
     by_seed: dict[int, Figures] = {seed: {} for seed in config["seeds"]}
-    for (arm, _, seed), each in zip(jobs, found, strict=True):
+    for (arm, _, _, seed), each in zip(jobs, found, strict=True):
         by_seed[seed][arm] = each
     seeds = list(by_seed.values())
     checks = [claims(each) for each in seeds]
@@ -210,7 +214,7 @@ def main(experiment: Experiment) -> None:
         {
             "best": best,
             "tried": {
-                arm: [{k: row[k] for k in ("strength", "mean", "chosen_by")} for row in each]
+                arm: [{k: row[k] for k in ("strength", "rate", "mean", "chosen_by")} for row in each]
                 for arm, each in tried.items()
             },
             "over_seeds": spread([plain(each) for each in seeds]),
@@ -219,7 +223,7 @@ def main(experiment: Experiment) -> None:
         SOURCE,
         {name: [each[name] for each in checks] for name in checks[0]},
         reduced=f"{config['tasks']} tasks of 50, {config['train']:,} images of 60,000, {config['epochs']} epochs of "
-        f"20, Adam alone; strengths chosen on one seed after {config['tuning_tasks']} tasks",
+        f"20, Adam alone; strengths and rates chosen on one seed after {config['tuning_tasks']} tasks",
         notes="the second and third picture are of the seed that strengths were chosen on",
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import cos, pi
 from statistics import fmean
 from typing import Any
 
@@ -75,15 +76,22 @@ def course(
     tasks: Sequence[Split],
     config: dict[str, Any],
     optimizer: Callable[[Any], torch.optim.Optimizer],
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
 ) -> dict[str, list[list[float]]]:
     """Accuracies on the tasks seen, after each task: a list for each; of the validation and of the test images."""
     generator = torch.Generator().manual_seed(config["seed"])
     found: dict[str, list[list[float]]] = {"validation": [], "test": []}
     for number, task in enumerate(tasks):
-        continual.learn(Batches(*task.train, config["batch"], generator), epochs=config["epochs"], optimizer=optimizer)
+        batches = Batches(*task.train, config["batch"], generator)
+        continual.learn(batches, epochs=config["epochs"], optimizer=optimizer, scheduler=scheduler)
         for part, rows in found.items():
             rows.append([accuracy(networks(k), *getattr(tasks[k], part)) for k in range(number + 1)])
     return found
+
+
+def falling(epochs: int) -> Callable[[torch.optim.Optimizer], Any]:
+    """A rate that falls from epoch to epoch along half a cosine, from what it is at first to almost nothing."""
+    return lambda optimiser: torch.optim.lr_scheduler.LambdaLR(optimiser, lambda e: (1 + cos(pi * e / epochs)) / 2)
 
 
 def last(rows: Sequence[Sequence[float]]) -> float:

@@ -407,6 +407,68 @@ def test_a_task_that_was_broken_off_goes_on_bit_for_bit(method: str, tmp_path: P
     assert torch.equal(continual.penalty(theta), resumed.penalty(theta))
 
 
+@pytest.mark.parametrize("method", ["online", "si", "joint"])
+@pytest.mark.parametrize("steps", [1, 4, 12])
+def test_a_task_that_was_broken_off_inside_an_epoch_goes_on_bit_for_bit(
+    method: str, steps: int, tmp_path: Path
+) -> None:
+    """Kept every two batches of six; the step that fails is before any is kept, in the first epoch, in the second."""
+
+    def run(path: Path | None, kill: int | None) -> tuple[nn.Module, Continual, int]:
+        model = nn.Sequential(network(), nn.Dropout(0.2))
+        continual = Continual(model, "classification", method=method, generator=torch.Generator().manual_seed(3))
+        taken = 0
+
+        def count(*_: Any) -> None:
+            nonlocal taken
+            if continual.tasks == 1 and torch.is_grad_enabled() and model.training:
+                taken += 1
+                if taken == kill:
+                    raise Killed
+
+        for seed in range(2):
+            data = [pair for batch in classes(seed) for pair in zip(*batch, strict=True)]
+            loader = torch.utils.data.DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(seed))  # pyright: ignore[reportArgumentType]
+            hook = model.register_forward_pre_hook(count)
+            try:
+                kept = path if seed else None
+                continual.learn(loader, epochs=3, optimizer=adam, checkpoint=kept, checkpoint_every_batches=2)
+            except Killed:
+                assert path is not None
+                assert path.exists() == (steps > 2)
+            finally:
+                hook.remove()
+        return model, continual, taken
+
+    whole, continual, taken = run(None, None)
+    path = tmp_path / "task.lapwing"
+    run(path, steps)
+    again, resumed, rest = run(path, None)
+    assert rest == taken - (steps - 1) // 2 * 2
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    if method != "joint":
+        theta = torch.randn(continual.space.size, dtype=torch.float64)
+        assert torch.equal(continual.penalty(theta), resumed.penalty(theta))
+
+
+def test_a_checkpoint_inside_an_epoch_with_more_batches_than_the_loader_has_is_refused(tmp_path: Path) -> None:
+    model, path = network(), tmp_path / "task.lapwing"
+    continual = Continual(model, "classification")
+
+    def kill(*_: Any) -> None:
+        if path.exists():
+            raise Killed
+
+    hook = model.register_forward_pre_hook(kill)
+    with pytest.raises(Killed):
+        continual.learn(classes(0, batch=2), epochs=1, optimizer=adam, checkpoint=path, checkpoint_every_batches=4)
+    hook.remove()
+    with unchanged(model), pytest.raises(StorageError, match="after 4 batches of an epoch, and the loader has fewer"):
+        continual.learn(classes(0), epochs=1, optimizer=adam, checkpoint=path, checkpoint_every_batches=4)
+    with pytest.raises(ParameterError, match="checkpoint_every_batches is 0"):
+        continual.learn(classes(0), epochs=1, checkpoint=path, checkpoint_every_batches=0)
+
+
 # -- what is refused, and what is left as it was -----------------------------------------------------------------------
 
 

@@ -234,6 +234,7 @@ class Continual:
         callback: Callable[[Epoch], object] | None = None,
         *,
         checkpoint_every: int = 1,
+        checkpoint_every_batches: int | None = None,
         points: int | None = None,
     ) -> Learned:
         """Trains on one task, and adds what it says of the weights to what is known.
@@ -241,10 +242,12 @@ class Continual:
         `optimizer` makes one from a list of tensors, `scheduler` one from the optimiser; it takes a step per epoch. The
         loss is the mean over a batch, and the quadratic is divided by `points`, the number of data points: counted
         unless given. If anything fails, the model is as it was. With a `checkpoint`, the path of a file, the run is
-        kept there after every `checkpoint_every` epochs; called again in the same way, also in another process, it
-        goes on from there, and ends bit for bit where it would have ended.
+        kept there after every `checkpoint_every` epochs, and inside them after every `checkpoint_every_batches` if that
+        is given; called again in the same way, also in another process, it goes on from there, and ends bit for bit
+        where it would have ended.
         """
-        check_numbers(epochs=epochs, **({} if points is None else {"points": points}))
+        counts = {"points": points, "checkpoint_every_batches": checkpoint_every_batches}
+        check_numbers(epochs=epochs, **{name: value for name, value in counts.items() if value is not None})
         self._check_weights()
         heads = self._with_next_head(self._heads)
         loaders = [*self._loaders, loader] if self.method in KEEP_LOADERS else [loader]
@@ -261,7 +264,7 @@ class Continual:
                 keeper = None
                 if checkpoint is not None:
                     keeper = RunFile.of(checkpoint, checkpoint_every, self._same(network, epochs, whole, run))
-                run.go(term, epochs, callback, keeper, checkpoint_every)
+                run.go(term, epochs, callback, keeper, checkpoint_every, checkpoint_every_batches)
                 run.optimiser.zero_grad(set_to_none=True)
                 memory = self._remembered(heads, loaders, run.importance, counted)
         except BaseException:

@@ -124,16 +124,29 @@ class TrainingLoop:
         return one_epoch(number, self.batches, self.optimiser, gradient, stepped)
 
 
+@dataclass(eq=False)
+class Progress:
+    """How far an epoch is: its batches so far, their points, and the sum of the loss over these."""
+
+    batches: int = 0
+    points: int = 0
+    loss: float = 0.0
+
+
 def one_epoch(
     number: int,
     batches: Iterable[Any],
     optimiser: torch.optim.Optimizer,
     gradient: Gradient,
     stepped: Callable[[float], None],
+    progress: Progress | None = None,
 ) -> float:
-    """A step of the optimiser per batch; the mean of the loss over data points. `stepped` is told each step's loss."""
-    total = taken = 0
-    for batch, (x, y) in enumerate(pairs(batches)):
+    """A step of the optimiser per batch; the mean of the loss over data points. `stepped` is told each step's loss.
+
+    `progress` is kept up to date; in an epoch that goes on, `batches` are those that are left of it.
+    """
+    progress = Progress() if progress is None else progress
+    for x, y in pairs(batches):
         losses: list[float] = []
 
         def closure(x: Any = x, y: Any = y, losses: list[float] = losses) -> float:
@@ -143,14 +156,15 @@ def one_epoch(
             losses.append(loss)
             return value
 
-        with named(f"epoch {number}, batch {batch}"):
+        with named(f"epoch {number}, batch {progress.batches}"):
             weight = batch_size(x)
             optimiser.step(closure)
+        progress.batches, progress.points = progress.batches + 1, progress.points + weight
+        progress.loss += weight * losses[0]
         stepped(losses[0])
-        total, taken = total + weight * losses[0], taken + weight
-    if not taken:
+    if not progress.points:
         raise DataError(f"the loader yields no batch in epoch {number}; expected it to start again in each epoch.")
-    return total / taken
+    return progress.loss / progress.points
 
 
 def advance(scheduler: Any, loss: float) -> None:

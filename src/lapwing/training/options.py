@@ -28,7 +28,7 @@ STRUCTURES: dict[str, Callable[..., Prior]] = {
 
 def check_numbers(**values: float | int) -> None:
     """Counts are at least 1 (`burn_in` and `steps` at least 0); rates and temperature are finite and positive."""
-    least = {"epochs": 1, "every": 1, "burn_in": 0, "steps": 0, "points": 1}
+    least = {"epochs": 1, "every": 1, "burn_in": 0, "steps": 0, "points": 1, "checkpoint_every_batches": 1}
     for name, value in values.items():
         if name in least and value < least[name]:
             raise ParameterError(f"{name} is {value}; expected a whole number >= {least[name]}.")
