@@ -21,15 +21,25 @@ from typing import Any
 
 START, END = "<!-- figures.md, filled in from results.json -->\n", "<!-- end of figures -->"
 FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+NOT_RUN = "Not run yet: the checks are committed before the run.\n"
+"""Stands for the figures of an experiment that has no results.json."""
 STALE = "The last run had another configuration than the one here; its figures are not shown."
 
 
-def rendered(folder: Path, results: Mapping[str, Any]) -> str:
+def stored(folder: Path) -> dict[str, Any] | None:
+    """The results of an experiment; None before its first run."""
+    path = folder / "results.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def rendered(folder: Path, results: Mapping[str, Any] | None) -> str:
     """README.md of an experiment's `folder` with the figures of `results`."""
     before, found, rest = (folder / "README.md").read_text().partition(START)
     _, ended, after = rest.partition(END)
     if not found or not ended:
         raise ValueError(f"README.md of {folder.name} has no place for figures: {START.strip()} and {END}")
+    if results is None:
+        return before + START + NOT_RUN + END + after
     config = json.loads((folder / "config.json").read_text())
     config.pop("smoke", None)
     shown = results["smoke"] or results["config"] == config
@@ -98,5 +108,4 @@ def run(results: Mapping[str, Any]) -> str:
 
 if __name__ == "__main__":
     for template in sorted(Path(__file__).resolve().parent.glob("*/figures.md")):
-        found = json.loads((template.parent / "results.json").read_text())
-        (template.parent / "README.md").write_text(rendered(template.parent, found))
+        (template.parent / "README.md").write_text(rendered(template.parent, stored(template.parent)))
