@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import log, pi
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from common import idx_images
@@ -325,7 +325,20 @@ def _variance(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).var(0).flatten(1).sum(1)
 
 
-# -- the prior of a post-hoc posterior --------------------------------------------------------------------------------
+# -- the Laplacian autoencoder ----------------------------------------------------------------------------------------
+
+
+def one_sum(encoder: nn.Module, decoder: nn.Module, **options: Any) -> LaplacianAutoencoder:
+    """H begins with N, as `released`, and settles at the sum over the data in some hundred steps: no cold posterior."""
+    return LaplacianAutoencoder.released(encoder, decoder, weight=1e-2, forgetting=1e-2, **options)
+
+
+SETTINGS: dict[str, Callable[..., LaplacianAutoencoder]] = {
+    "online, paper": LaplacianAutoencoder,
+    "online, released": LaplacianAutoencoder.released,
+    "online, one sum": one_sum,
+}
+"""How H is kept in online training: see docs/autoencoders.md."""
 
 
 def with_prior(model: LaplacianAutoencoder, precision: float) -> LaplacianAutoencoder:

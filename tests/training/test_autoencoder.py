@@ -64,7 +64,7 @@ def test_the_update_by_hand(at: str, rescale: bool) -> None:
     )
     network = nn.Sequential(*halves())
     numbers = seeded()
-    curvature = torch.full((model.space.size,), start, dtype=torch.float64)
+    curvature = torch.full((model.space.size,), start * (len(X) if rescale else 1), dtype=torch.float64)
     for x in X.split(5):
         theta = weights(network)
         spread = (prior + curvature / temperature).rsqrt()
@@ -102,6 +102,18 @@ def test_the_released_setting_settles_near_500_times_the_data() -> None:
     schedule = model.schedule
     assert (schedule.weight, schedule.rescale, schedule.forgetting, schedule.at) == (0.5, True, 1e-3, "draw")
     assert schedule.weight / schedule.forgetting == 500
+
+
+def test_the_released_setting_begins_with_a_curvature_of_n() -> None:
+    """After one batch of the N points: prior 1, .999 N of the start, half the curvature at the first draw."""
+    encoder, decoder = halves()
+    model = LaplacianAutoencoder.released(encoder, decoder, curvature="exact", generator=seeded())
+    network = nn.Sequential(*halves())
+    noise = torch.randn(1, model.space.size, dtype=torch.float64, generator=seeded())[0]
+    nn.utils.vector_to_parameters(weights(network) + noise * (1 + len(X)) ** -0.5, network.parameters())
+    model.fit([X], 1)
+    expected = 1 + 0.999 * len(X) + oracle.ggn(network, Gaussian(), X, X).diagonal() / 2
+    torch.testing.assert_close(1 / model.posterior.variance(), expected, rtol=1e-9, atol=0)
 
 
 def test_defaults_are_the_source_s() -> None:

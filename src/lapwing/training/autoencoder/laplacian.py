@@ -151,9 +151,9 @@ class LaplacianAutoencoder:
     def released(cls, encoder: nn.Module, decoder: nn.Module | None = None, **options: Any) -> LaplacianAutoencoder:
         """As the authors' released code sets it: batches scaled by N / B and halved, of which a step forgets 1/1000.
 
-        H settles near 500 times the sum over the data: a cold posterior.
+        H begins with N, beside a prior of 1, and settles near 500 times the sum over the data: a cold posterior.
         """
-        setting: dict[str, Any] = {"weight": 0.5, "rescale": True, "forgetting": 1e-3}
+        setting: dict[str, Any] = {"weight": 0.5, "rescale": True, "forgetting": 1e-3, "start": 1.0}
         return cls(encoder, decoder, **(setting | options))
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class LaplacianAutoencoder:
         points = self.points
         if self.schedule.rescale and points is None:
             points = data.count()
-        running = self.running or Running.of(self.schedule, self.space.size)
+        running = self.running or Running.of(self.schedule, self.space.size, points)
         made = self._steps(optimizer, scheduler, running, points)
         return self._run(made, data, epochs, checkpoint, checkpoint_every, callback)
 

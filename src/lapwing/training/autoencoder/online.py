@@ -43,7 +43,8 @@ class Schedule:
     """The numbers of the update.
 
     prior_precision   of every weight; it is not forgotten
-    start             H before the first batch, forgotten like the rest of it
+    start             H before the first batch, forgotten like the rest of it; with `rescale` it is that of one data
+                      point, and N times as much is meant
     forgetting        the share of H that a step forgets (alpha)
     weight            what the curvature of a batch is multiplied by
     rescale           whether it is multiplied by N / B too: from the batch to the data set
@@ -95,8 +96,10 @@ class Running:
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(schedule: Schedule, size: int) -> Running:
-        return Running(schedule, size, None, float(schedule.start))
+    def of(schedule: Schedule, size: int, points: int | None) -> Running:
+        """Before the first batch; `points` is N, which only `rescale` needs."""
+        assert points is not None or not schedule.rescale
+        return Running(schedule, size, None, float(schedule.start) * (points if schedule.rescale and points else 1))
 
     @property
     def flat(self) -> float:
