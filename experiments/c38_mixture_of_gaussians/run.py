@@ -75,7 +75,7 @@ def grid(side: int, reach: Tensor | float, centre: Tensor | float = 0.0) -> Tens
 
 
 def mixtures(x: Tensor, config: dict[str, Any]) -> tuple[dict[int, Mixture], Mixture]:
-    """By gradients after the steps to be shown; and by expectation maximisation, as many steps."""
+    """By gradients after the steps to be shown; and by expectation maximisation, which comes to rest."""
     means = grid(config["side"], config["reach"])
     start = torch.full((len(means),), 2 * log(config["start"]), dtype=torch.float64)
     values = start.clone().requires_grad_()
@@ -88,7 +88,7 @@ def mixtures(x: Tensor, config: dict[str, Any]) -> tuple[dict[int, Mixture], Mix
         if step in config["shown"]:
             kept[step] = Mixture(means, values.detach().clone())
     found = kept[0]
-    for _ in range(config["steps"]):
+    for _ in range(config["maximisations"]):
         found = found.maximised(x)
     return kept, found
 
