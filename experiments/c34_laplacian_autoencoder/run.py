@@ -50,8 +50,8 @@ def made(shape: Architecture, config: dict[str, Any], setting: str = PAPER) -> L
     return SETTINGS[setting](shape.encoder(), shape.decoder(), generator=generator)
 
 
-def batches(data: Images, config: dict[str, Any]) -> Shuffled:
-    return Shuffled(data.train, config["batch"], torch.Generator().manual_seed(config["seed"]))
+def batches(shape: Architecture, data: Images, config: dict[str, Any]) -> Shuffled:
+    return Shuffled(data.train, config["batch"][shape.kind], torch.Generator().manual_seed(config["seed"]))
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -130,14 +130,15 @@ def one_network(shape: Architecture, data: Images, config: dict[str, Any], shown
             planes[arm] = plane(model, data, config)
 
     model = made(shape, config)
-    model.fit_posthoc(batches(data, config), config["epochs"], tune_prior=True)
+    epochs = config["epochs"][shape.kind]
+    model.fit_posthoc(batches(shape, data, config), epochs, tune_prior=True)
     take(EVIDENCE, model)
     take(POSTHOC, with_prior(model, 1.0))
     held = data.validation
     take(VALIDATION, by_validation(model, held, config["precisions"], config["samples_in_tuning"], config["seed"]))
     for arm in SETTINGS:
         model = made(shape, config, arm)
-        model.fit(batches(data, config), config["epochs"])
+        model.fit(batches(shape, data, config), epochs)
         take(arm, model)
     return {arm: found[arm] for arm in ARMS}, planes
 
@@ -207,12 +208,13 @@ def _scaled(seen: Any) -> Tensor:
 def main(experiment: Experiment) -> None:
     config = experiment.config
     figures, held = experiment.over_seeds(study)
+    epochs = " and ".join(str(config["epochs"][name]) for name in shapes(config))
     experiment.write(
         figures,
         SOURCE,
         held,
-        reduced=f"{config['train']:,} images of 55,000, {config['epochs']} epochs at a constant rate, "
-        f"{config['test']:,} test images, a sampled diagonal",
+        reduced=f"{config['train']:,} images of 55,000, {epochs} epochs at a constant rate, {config['test']:,} test "
+        "images, a sampled diagonal",
     )
 
 
