@@ -36,6 +36,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def test_neighbours_vote_and_the_nearer_wins_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
     run = script("c37_semi_supervised", monkeypatch)
     codes, asked = torch.randn(40, 2, generator=seeded()), torch.randn(120, 2, generator=seeded(1))
     labels, counts = torch.arange(40) % 4, [1, 2, 3, 6]
@@ -55,6 +56,7 @@ def test_neighbours_vote_and_the_nearer_wins_a_tie(monkeypatch: pytest.MonkeyPat
 
 def test_the_number_of_neighbours_is_one_that_folds_have_points_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two classes of labels that are wrong in a fifth of the points: more than one neighbour is better."""
+    pytest.importorskip("sklearn")
     run = script("c37_semi_supervised", monkeypatch)
     config = {"neighbours": [1, 2, 5, 10, 50], "held_out": 400}
     labels = torch.arange(10).repeat(40)

@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
+from sklearn.neighbors import KDTree
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -50,13 +51,11 @@ def predictions(codes: Tensor, labels: Tensor, asked: Tensor, counts: list[int])
 
     Of classes with as many votes the one wins whose votes came first, as its sum with weights just below 1 is larger.
     """
-    most, found = max(counts), []
-    for part in asked.split(100):
-        nearest = torch.cdist(part, codes).topk(most, largest=False).indices
-        votes = one_hot(labels[nearest], CLASSES) * (1 - 1e-6 * torch.arange(most, dtype=torch.float64))[:, None]
-        summed = votes.cumsum(1)
-        found.append(torch.stack([summed[:, count - 1].argmax(1) for count in counts]))
-    return torch.cat(found, 1)
+    most = max(counts)
+    nearest = torch.from_numpy(KDTree(codes.numpy()).query(asked.numpy(), most, return_distance=False))
+    votes = one_hot(labels[nearest], CLASSES) * (1 - 1e-6 * torch.arange(most, dtype=torch.float64))[:, None]
+    summed = votes.cumsum(1)
+    return torch.stack([summed[:, count - 1].argmax(1) for count in counts])
 
 
 def best_count(codes: Tensor, labels: Tensor, config: dict[str, Any], generator: torch.Generator) -> int:
