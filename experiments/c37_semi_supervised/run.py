@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "c36_missing_halves"))
 from autoencoders import Images, images
 from common import COLOURS, Checks, Experiment, Figures
-from trained import ONE_SUM, PAPER, POSTHOC, RELEASED, trained
+from trained import ONLINE, POSTHOC, RELEASED, STARTED, trained
 
 AE = "AE"
 STYLE: dict[str, dict[str, Any]] = {
@@ -31,9 +31,9 @@ STYLE: dict[str, dict[str, Any]] = {
     "VAE": {"color": COLOURS["other"]},
     "MC-dropout AE": {"color": COLOURS["exact"]},
     POSTHOC: {"color": COLOURS["sampled"]},
-    PAPER: {"color": COLOURS["laplace"]},
+    ONLINE: {"color": COLOURS["laplace"]},
+    STARTED: {"color": COLOURS["laplace"], "linestyle": ":"},
     RELEASED: {"color": COLOURS["laplace"], "linestyle": "--"},
-    ONE_SUM: {"color": COLOURS["laplace"], "linestyle": ":"},
 }
 CLASSES = 10
 SOURCE = {
@@ -117,14 +117,14 @@ def one_seed(experiment: Experiment) -> tuple[Figures, Checks]:
 
 def claims(found: Figures, config: dict[str, Any]) -> Checks:
     few = [str(n) for n in config["labels"] if n <= config["few"]]
-    held = {f"{PAPER} is above {AE} with {n} labels a class": found[PAPER][n] > found[AE][n] for n in few}
+    held = {f"{ONLINE} is above {AE} with {n} labels a class": found[ONLINE][n] > found[AE][n] for n in few}
     for name in list(STYLE)[1:4]:
-        held[f"{PAPER} is above {name}, in the mean over {few[0]} to {few[-1]} labels a class"] = fmean(
-            found[PAPER][n] for n in few
+        held[f"{ONLINE} is above {name}, in the mean over {few[0]} to {few[-1]} labels a class"] = fmean(
+            found[ONLINE][n] for n in few
         ) > fmean(found[name][n] for n in few)
     first, last = str(config["labels"][0]), str(config["labels"][-1])
-    gains = [found[PAPER][n] - found[AE][n] for n in (first, last)]
-    held[f"what {PAPER} gains over {AE} is less with {last} labels a class than with {first}"] = gains[1] < gains[0]
+    gains = [found[ONLINE][n] - found[AE][n] for n in (first, last)]
+    held[f"what {ONLINE} gains over {AE} is less with {last} labels a class than with {first}"] = gains[1] < gains[0]
     return held
 
 
@@ -136,7 +136,7 @@ def picture(seeds: list[Figures], config: dict[str, Any]) -> Figure:
         gains = [[seed[name][str(n)] - seed[AE][str(n)] for seed in seeds] for n in config["labels"]]
         for axis, each in ((axes[0], rows), (axes[1], gains)):
             axis.plot(config["labels"], [fmean(row) for row in each], label=name, marker="o", ms=3, **style)
-            if name in (AE, PAPER):
+            if name in (AE, ONLINE):
                 low, high = ([pick(row) for row in each] for pick in (min, max))
                 axis.fill_between(config["labels"], low, high, color=style["color"], alpha=0.12, lw=0)
     for axis, label in ((axes[0], "accuracy (%)"), (axes[1], f"points above {AE}")):
