@@ -30,7 +30,7 @@ from lapwing.linalg.checks import normal
 from lapwing.serialize import compact, pack, unpack
 from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.fallback import gradients
-from lapwing.tangent.inputs import all_finite, batch_size
+from lapwing.tangent.inputs import all_finite, batch_size, shape_key
 from lapwing.training.autoencoder.curvatures import OfBatch
 from lapwing.training.stepped_run import Step
 
@@ -155,6 +155,7 @@ class OnlineSteps:
     settings: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
     drawn: Tangent = field(init=False)
+    _known: set[tuple] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.drawn = self.tangent if self.running is None else _twin(self.tangent)
@@ -166,6 +167,7 @@ class OnlineSteps:
         x, y = pair(batch)
         size = batch_size(x)
         if self.running is not None:
+            self._look(x)
             self._draw(self.running)
         there = self.drawn.at(x)
         value = there.value
@@ -185,6 +187,20 @@ class OnlineSteps:
             self.running.update(new, self._factor(self.running.schedule, size))
         self.number += 1
         return Step(self.number - 1, loss, nan, nan, nan, nan, nan, True, 0, norm)
+
+    def _look(self, x: Any) -> None:
+        """Has the twin tell its samples apart at the mean of the weights, where the shape of x is new to it.
+
+        At a draw from a wide prior rounding may grow into differences that pass for samples that are coupled.
+        """
+        key = shape_key(x)
+        if key not in self._known:
+            into = self.drawn.parameters
+            with torch.no_grad():
+                for name, mean in self.tangent.parameters.items():
+                    into[name].copy_(mean)
+            self.drawn.at(x)
+            self._known.add(key)
 
     @torch.no_grad()
     def _draw(self, running: Running) -> None:
