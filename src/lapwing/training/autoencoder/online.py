@@ -30,7 +30,7 @@ from lapwing.linalg.checks import normal
 from lapwing.serialize import compact, pack, unpack
 from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.fallback import gradients
-from lapwing.tangent.inputs import all_finite, batch_size, call, check_input, outside_inference
+from lapwing.tangent.inputs import all_finite, batch_size, call, check_input, outside_inference, shape_key
 from lapwing.training.autoencoder.curvatures import OfBatch
 from lapwing.training.loop import advance
 from lapwing.training.stepped_run import Step
@@ -160,6 +160,7 @@ class OnlineSteps:
     total: float = 0.0
     taken: int = 0
     drawn: Tangent = field(init=False)
+    _known: set[tuple] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.drawn = self.tangent if self.running is None else _twin(self.tangent)
@@ -171,6 +172,7 @@ class OnlineSteps:
         x, y = pair(batch)
         size = batch_size(x)
         if self.running is not None:
+            self._look(x)
             self._draw(self.running)
         there = None if self.running is None else self.drawn.at(x)
         output = self._forward(x) if there is None else there.output
@@ -206,6 +208,20 @@ class OnlineSteps:
         check_input(x, self.tangent.space.device)
         with torch.enable_grad():
             return call(self.tangent.model, outside_inference(x))
+
+    def _look(self, x: Any) -> None:
+        """Has the twin tell its samples apart at the mean of the weights, where the shape of x is new to it.
+
+        At a draw from a wide prior rounding may grow into differences that pass for samples that are coupled.
+        """
+        key = shape_key(x)
+        if key not in self._known:
+            into = self.drawn.parameters
+            with torch.no_grad():
+                for name, mean in self.tangent.parameters.items():
+                    into[name].copy_(mean)
+            self.drawn.at(x)
+            self._known.add(key)
 
     @torch.no_grad()
     def _draw(self, running: Running) -> None:
