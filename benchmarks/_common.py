@@ -95,8 +95,8 @@ def best(contenders: dict[str, Callable[[], object]], rounds: int, warm: bool = 
     return times
 
 
-def report(where: dict[str, Any], rows: list[dict]) -> None:
-    """Prints a table and writes results/<name>.json; `where` is the `context` of the start."""
+def report(where: dict[str, Any], rows: list[dict], folder: Path = RESULTS) -> None:
+    """Prints a table and writes <name>.json in `folder`; `where` is the `context` of the start."""
     print(f"{'network':8} {'work':20} {'against':16} {'ms':>9} {'other ms':>10} {'ratio':>9}   bar")
     for row in rows:
         ratio, bar = row["ratio"], row["bar"]
@@ -104,7 +104,7 @@ def report(where: dict[str, Any], rows: list[dict]) -> None:
         limit = "" if bar is None else f"{'<=' if ratio <= bar else 'ABOVE'} {bar if bar >= 1 else f'1/{1 / bar:.3g}'}"
         times = f"{1e3 * row['seconds']:9.1f} {1e3 * row['other_seconds']:10.1f}"
         print(f"{row['network']:8} {row['work']:20} {row['against']:16} {times} {factor}   {limit}")
-    write(where, {"rows": rows})
+    write(where, {"rows": rows}, folder)
 
 
 def write(where: dict[str, Any], figures: dict[str, Any], folder: Path = RESULTS) -> None:

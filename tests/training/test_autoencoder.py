@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import oracle
 from lapwing import Laplace
+from lapwing.errors import ModelError
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.tangent import Tangent
 from lapwing.training import LaplacianAutoencoder
@@ -64,7 +65,7 @@ def test_the_update_by_hand(at: str, rescale: bool) -> None:
     )
     network = nn.Sequential(*halves())
     numbers = seeded()
-    curvature = torch.full((model.space.size,), start, dtype=torch.float64)
+    curvature = torch.full((model.space.size,), start * (len(X) if rescale else 1), dtype=torch.float64)
     for x in X.split(5):
         theta = weights(network)
         spread = (prior + curvature / temperature).rsqrt()
@@ -104,10 +105,43 @@ def test_the_released_setting_settles_near_500_times_the_data() -> None:
     assert schedule.weight / schedule.forgetting == 500
 
 
+def test_the_released_setting_begins_with_a_curvature_of_n() -> None:
+    """After one batch of the N points: prior 1, .999 N of the start, half the curvature at the first draw."""
+    encoder, decoder = halves()
+    model = LaplacianAutoencoder.released(encoder, decoder, curvature="exact", generator=seeded())
+    network = nn.Sequential(*halves())
+    noise = torch.randn(1, model.space.size, dtype=torch.float64, generator=seeded())[0]
+    nn.utils.vector_to_parameters(weights(network) + noise * (1 + len(X)) ** -0.5, network.parameters())
+    model.fit([X], 1)
+    expected = 1 + 0.999 * len(X) + oracle.ggn(network, Gaussian(), X, X).diagonal() / 2
+    torch.testing.assert_close(1 / model.posterior.variance(), expected, rtol=1e-9, atol=0)
+
+
 def test_defaults_are_the_source_s() -> None:
     schedule = made().schedule
     assert (schedule.forgetting, schedule.weight, schedule.rescale, schedule.temperature) == (1e-4, 1.0, False, 1.0)
     assert schedule.prior_precision + schedule.start == 1.0
+
+
+class CoupledAbove(nn.Module):
+    """Samples that see each other where outputs are large, as rounding has it at wild weights."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + len(x) * (x.detach().abs().max() > self.limit)
+
+
+def test_samples_are_told_apart_at_the_mean_of_the_weights() -> None:
+    encoder, decoder = halves()
+    wild: dict[str, Any] = {"prior_precision": 1e-8, "generator": seeded()}
+    model = LaplacianAutoencoder(encoder, nn.Sequential(decoder, CoupledAbove(100.0)), **wild)
+    assert model.fit(X.split(5), 1)[0].loss > 1e4  # two shapes, the first of them at a wild draw
+    model = LaplacianAutoencoder(encoder, nn.Sequential(decoder, CoupledAbove(0.0)), **wild)
+    with pytest.raises(ModelError, match="epoch 0, batch 0: data point 0 gives another output alone"):
+        model.fit(X.split(5), 1)
 
 
 def test_training_lowers_the_loss_and_leaves_a_posterior() -> None:

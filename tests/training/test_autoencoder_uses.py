@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from math import log, pi
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import oracle
 from lapwing.errors import DataError, LikelihoodError, ModelError, NotFittedError, OptionError, StorageError
+from lapwing.estimate import diagonal
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
-from lapwing.training import LaplacianAutoencoder
+from lapwing.training import Continual, LaplacianAutoencoder
 from lapwing.training.autoencoder.moments import LogProb, Spread
 from unchanged import unchanged
 
@@ -389,12 +391,196 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         LaplacianAutoencoder(*halves()).fit([X], 5, checkpoint=path, checkpoint_every=1, callback=stop)
-    with pytest.raises(StorageError, match=r"forgetting was 0\.0001 and is 0\.5"):
+    with pytest.raises(StorageError, match=r"^the checkpoint is of another run: forgetting was 0\.0001 and is 0\.5\."):
         LaplacianAutoencoder(*halves(), forgetting=0.5).fit([X], 5, checkpoint=path)
     with pytest.raises(StorageError, match="curvature was sampled and is exact"):
         LaplacianAutoencoder(*halves(), curvature="exact").fit([X], 5, checkpoint=path)
     with pytest.raises(StorageError, match="online was True and is False"):
         LaplacianAutoencoder(*halves()).fit_posthoc([X], 5, checkpoint=path)
+    with pytest.raises(StorageError, match=r"likelihood was Gaussian\(.*sigma=1\.0\) and is Gaussian\(.*0\.1\)"):
+        LaplacianAutoencoder(*halves(), likelihood=Gaussian(0.1)).fit([X], 5, checkpoint=path)
+    other = LaplacianAutoencoder(*halves())
+    with pytest.raises(StorageError, match="optimizer was Adam and is SGD"):
+        other.fit([X], 5, checkpoint=path, optimizer=torch.optim.SGD(other.whole.parameters(), lr=0.1))
+    with pytest.raises(StorageError, match="scheduler was None and is StepLR"):
+        other.fit([X], 5, checkpoint=path, scheduler=stepped)
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.5)
+
+
+@pytest.mark.parametrize("scheduler", [stepped, plateau])
+def test_a_schedule_of_learning_rates_takes_a_step_per_epoch(scheduler: Any) -> None:
+    """Plain training by hand with batches of 5, 5 and 2: the plateau is told the mean over data points."""
+    model = LaplacianAutoencoder(*halves(), curvature="exact")
+    ours = torch.optim.SGD(model.whole.parameters(), lr=0.2)
+    model.fit_posthoc(X.split(5), 4, optimizer=ours, scheduler=scheduler)
+    network = nn.Sequential(*halves())
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.2)
+    rate = scheduler(optimizer)
+    for _ in range(4):
+        total = 0.0
+        for x in X.split(5):
+            optimizer.zero_grad()
+            loss = -Gaussian().log_prob(network(x), x).sum() / len(x)
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(x)
+        rate.step(total / len(X)) if scheduler is plateau else rate.step()
+    assert ours.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 0.1
+    for a, b in zip(model.whole.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+# -- plain training ----------------------------------------------------------------------------------------------------
+
+
+def normalised() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(5)
+    encoder = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.3), nn.Linear(4, 2))
+    return encoder.double(), halves()[1]
+
+
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def test_post_hoc_training_is_in_train_mode_and_its_curvature_in_eval_mode() -> None:
+    encoder, decoder = normalised()
+    encoder[3].p = 0.0  # without random numbers, to follow by hand
+    network = deepcopy(nn.Sequential(encoder, decoder)).train()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+    for x in X.split(4) * 2:
+        optimizer.zero_grad()
+        (((network(x) - x) ** 2).sum() / 2 / len(x)).backward()
+        optimizer.step()
+    encoder.eval()
+    model = LaplacianAutoencoder(encoder, decoder, curvature="exact")
+    modes = [module.training for module in model.whole.modules()]
+    model.fit_posthoc(X.split(4), 2, optimizer=torch.optim.SGD(model.whole.parameters(), lr=0.05))
+    assert [module.training for module in model.whole.modules()] == modes
+    ours = nn.Sequential(encoder, decoder).state_dict()
+    for name, theirs in network.state_dict().items():
+        torch.testing.assert_close(ours[name], theirs, rtol=1e-9, atol=1e-12)
+    assert int(encoder[1].num_batches_tracked) == 6
+    expected = 1 + oracle.ggn(network.eval(), Gaussian(), X, X).diagonal()
+    torch.testing.assert_close(1 / model.posterior.variance(), expected, rtol=1e-9, atol=0)
+
+
+def test_a_frozen_normalisation_stays_frozen_and_modes_come_back_after_an_error() -> None:
+    encoder, decoder = normalised()
+    encoder[1].eval()
+    model = LaplacianAutoencoder(encoder, decoder, generator=seeded())
+    modes = [module.training for module in model.whole.modules()]
+    outside = torch.random.get_rng_state()
+    model.fit_posthoc([X], 2)
+    assert torch.equal(torch.random.get_rng_state(), outside)  # dropout followed the generator
+    assert int(encoder[1].num_batches_tracked) == 0
+    with pytest.raises(DataError, match="epoch 0, batch 1"):
+        model.fit_posthoc([X, X * float("nan")], 1)
+    assert [module.training for module in model.whole.modules()] == modes
+
+
+@pytest.mark.parametrize("scheduler", [None, stepped, plateau])
+def test_plain_training_with_dropout_goes_on_bit_for_bit(scheduler: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+
+    def run(stop: int | None, checkpoint: Path | None) -> LaplacianAutoencoder:
+        model = LaplacianAutoencoder(*normalised(), generator=seeded())
+        loader = DataLoader(TensorDataset(X), batch_size=4, shuffle=True)
+
+        def broken(step: Any) -> None:
+            if step.number == stop:
+                raise KeyboardInterrupt
+
+        options: dict[str, Any] = {"checkpoint": checkpoint, "checkpoint_every": 1, "callback": broken}
+        return model.fit_posthoc(loader, 4, scheduler=scheduler, **options)
+
+    whole = run(None, None)
+    for stop in (5, 7):  # at the end of an epoch, and within one
+        with pytest.raises(KeyboardInterrupt):
+            run(stop, path)
+        again = run(None, path)
+        for a, b in zip(whole.whole.state_dict().values(), again.whole.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(whole.posterior.variance(), again.posterior.variance())
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("curvature", ["sampled", "kron"])
+def test_what_was_saved_says_and_learns_the_same(curvature: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    model = LaplacianAutoencoder(
+        *halves(), curvature=curvature, likelihood=Gaussian(0.3), start=0.5, generator=seeded()
+    )
+    model.fit(X.split(6), 2)
+    model.measure_entropy([X], 5)
+    model.save(path)
+    other = LaplacianAutoencoder.load(path, *halves(), generator=seeded(8))
+    assert (other.schedule, other.curvature, other.entropy) == (model.schedule, curvature, model.entropy)
+    for each in (model, other):
+        each.fit(X.split(6), 1, optimizer=torch.optim.SGD(each.whole.parameters(), lr=0.01))
+    assert torch.equal(model.posterior.variance(), other.posterior.variance())
+    assert torch.equal(model.posterior.mean, other.posterior.mean)
+    assert torch.equal(model.sample(2), other.sample(2))
+    assert torch.equal(model.ood_scores(X, 3).output_variance, other.ood_scores(X, 3).output_variance)
+
+
+def test_one_model_with_a_bottleneck_is_saved_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    model = LaplacianAutoencoder(OneModel(), bottleneck="into", example=X, curvature="exact").fit_posthoc([X])
+    model.save(path)
+    found = LaplacianAutoencoder.load(path, OneModel())
+    z = torch.randn(3, 2, dtype=torch.float64, generator=seeded())
+    assert torch.equal(found.decode(z, method="glm").variance, model.decode(z, method="glm").variance)
+    with pytest.raises(StorageError, match="one model with the bottleneck 'into'; expected the same modules"):
+        LaplacianAutoencoder.load(path, *halves())
+
+
+def test_files_of_something_else_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    path, bare = tmp_path / "model.safetensors", LaplacianAutoencoder(*halves())
+    with pytest.raises(NotFittedError, match="no posterior to save yet"):
+        bare.save(path)
+    bare.fit([X], 1)
+    bare.save(path)
+    larger = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double(), halves()[1]
+    for encoder, decoder in (larger, halves()):
+        before = tensors(nn.Sequential(encoder, decoder))
+        given: dict[str, Any] = {} if encoder is larger[0] else {"generator": seeded()}
+        expected = r"'encoder\.0\.weight' is \(4, 6\)" if encoder is larger[0] else "generator is given"
+        with pytest.raises(StorageError, match=expected):
+            LaplacianAutoencoder.load(path, encoder, decoder, **given)
+        for name, value in nn.Sequential(encoder, decoder).state_dict().items():
+            assert torch.equal(value, before[name])
+    with pytest.raises(StorageError, match="likelihood is given"):
+        LaplacianAutoencoder.load(path, *halves(), likelihood=Gaussian())
+    with pytest.raises(StorageError, match="an encoder and a decoder; expected the same modules"):
+        LaplacianAutoencoder.load(path, OneModel())
+    continual = Continual(nn.Linear(1, 1), "regression")
+    continual.learn([(torch.ones(2, 1), torch.ones(2, 1))], epochs=1)
+    continual.save(path)
+    with pytest.raises(StorageError, match="holds 'continual'; expected 'autoencoder'"):
+        LaplacianAutoencoder.load(path, *halves())
+    path.write_bytes(b"nothing")
+    with pytest.raises(StorageError):
+        LaplacianAutoencoder.load(path, *halves())
+
+
+def test_a_curvature_of_one_s_own_is_given_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    model = LaplacianAutoencoder(*halves(), curvature=diagonal)
+    model.fit_posthoc([X]).save(path)
+    with pytest.raises(StorageError, match="curvature is not given"):
+        LaplacianAutoencoder.load(path, *halves())
+    found = LaplacianAutoencoder.load(path, *halves(), curvature=diagonal)
+    assert torch.equal(found.posterior.variance(), model.posterior.variance())
 
 
 def test_a_nan_batch_is_named_and_changes_nothing() -> None:
@@ -478,6 +664,8 @@ def test_wrong_calls_are_said() -> None:
         bare.fit([X], 1, optimizer=torch.optim.LBFGS(bare.whole.parameters()))
     with pytest.raises(OptionError, match=r"does not hold the parameter 'encoder\.0\.weight'"):
         bare.fit([X], 1, optimizer=torch.optim.SGD(halves()[0].parameters(), lr=0.1))
+    with pytest.raises(OptionError, match="scheduler is or makes a NoneType"):
+        bare.fit([X], 1, scheduler=lambda optimizer: None)
     with pytest.raises(DataError, match="batch 0: the inputs are str"):
         bare.fit(["x"], 1)
 

@@ -59,7 +59,7 @@ from lapwing.training.options import check_numbers
 from lapwing.training.quadratic_term import Anchor, QuadraticTerm
 from lapwing.training.run_file import RunFile
 from lapwing.training.task_run import TaskRun
-from lapwing.training.train_mode import copied, following, restore, training_mode
+from lapwing.training.train_mode import check_same, copied, following, restore, training_mode
 
 METHODS = ("online", "non_online", "ewc", "si", "sequential", "joint")
 KEEP_LOADERS = ("non_online", "joint")
@@ -508,7 +508,7 @@ class Continual:
             heads = self._with_next_head(heads)
         weights = [(module, _part(state_dict, f"{prefix}.")) for prefix, module in self._modules(heads)]
         for module, stored in weights:
-            _check_same(module, stored)
+            check_same(module, stored)
         if memory is not None and memory.mean.shape != (self.space.size,):
             raise StorageError(f"the state is of {len(memory.mean)} shared weights; expected {self.space.size}.")
         if (self.generator is None) != ("generator" not in state_dict):
@@ -733,17 +733,6 @@ def _checked_heads(heads: Heads | None) -> Heads | None:
 
 def _part(mapping: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in mapping.items() if name.startswith(prefix)}
-
-
-def _check_same(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """The same parameters and buffers, by name, shape and dtype."""
-    found, ours = ({n: f"{tuple(v.shape)} {v.dtype}" for n, v in each.items()} for each in (stored, copied(module)))
-    different = next((name for name in {**ours, **found} if ours.get(name) != found.get(name)), None)
-    if different is not None:
-        raise StorageError(
-            f"{different!r} is {found.get(different)} in the state and {ours.get(different)} in "
-            f"{type(module).__name__}; expected the same. Build model and heads as they were."
-        )
 
 
 def _values(head: nn.Module) -> Float[Tensor, " params"]:

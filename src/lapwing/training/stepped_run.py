@@ -9,7 +9,7 @@ that draws from torch's generators, its own or the global one, then gives the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -74,6 +74,7 @@ class SteppedRun:
     tolerance: float | int
     path: Path | None
     every: int
+    ended: Callable[[], object] = lambda: None
     done: list[Step] = field(default_factory=list)
     epoch: int = 0
     batch: int = 0
@@ -88,7 +89,9 @@ class SteppedRun:
         tolerance: float | int,
         checkpoint: AnyPath | None,
         every: int,
+        ended: Callable[[], object] = lambda: None,
     ) -> SteppedRun:
+        """A run from its beginning, or from where its file is; `ended` is called after every epoch."""
         if (epochs is None) == (steps is None):
             raise OptionError(f"epochs is {epochs} and steps is {steps}; expected exactly one of them.")
         for name, value in (("epochs", epochs), ("steps", steps), ("checkpoint_every", every)):
@@ -102,7 +105,7 @@ class SteppedRun:
                 "Give a DataLoader, or a list of pairs."
             )
         path = None if checkpoint is None else check_writable(checkpoint)
-        run = SteppedRun(optimiser, loader, epochs, steps, full_batch, tolerance, path, every)
+        run = SteppedRun(optimiser, loader, epochs, steps, full_batch, tolerance, path, every, ended)
         if path is not None and path.exists():
             run._load(path)
         return run
@@ -123,6 +126,7 @@ class SteppedRun:
                 self.epoch, self.batch = self.epoch + 1, 0
                 if len(self.done) == before and not self._skipped:
                     raise no_batch()
+                self.ended()
                 continue
             break
         if self.path is not None:
@@ -217,5 +221,7 @@ class SteppedRun:
             self.epoch, self.batch = kept["epoch"], kept["batch"]
             self._began, self._now = list(kept["began"]), list(kept["now"])
             self.done = [Step(**step) for step in kept["done"]]
+        except StorageError:  # it says itself in what the file differs
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise StorageError(f"the checkpoint {path} is incomplete ({error}). Delete it to begin anew.") from error

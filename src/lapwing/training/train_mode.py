@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lapwing.errors import StorageError
+
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
@@ -51,3 +53,14 @@ def restore(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """The values that `copied` kept, in the tensors that the model has."""
     for name, tensor in _tensors(model).items():
         tensor.copy_(state[name])
+
+
+def check_same(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Refuses a state of other parameters and buffers than the model's, by name, shape and dtype."""
+    found, ours = ({n: f"{tuple(v.shape)} {v.dtype}" for n, v in each.items()} for each in (state, _tensors(model)))
+    different = next((name for name in {**ours, **found} if ours.get(name) != found.get(name)), None)
+    if different is not None:
+        raise StorageError(
+            f"{different!r} is {found.get(different)} in the state and {ours.get(different)} in "
+            f"{type(model).__name__}; expected the same. Build the model, and its parts, as they were."
+        )

@@ -5,6 +5,7 @@
     model.fit_posthoc(loader)                       or: one pass over the data at the weights as they are
     model.latent(x), model.reconstruct(x), model.log_prob(x), model.ood_scores(x)
     model.impute(x, observed), model.embed(x, n=100), model.sample(16)
+    model.save(path), LaplacianAutoencoder.load(path, encoder, decoder)
 
 The posterior is N(theta, (prior + H / T)^-1) about the weights that the modules hold. Cost of a step: `online`; of a
 prediction: a forward pass per draw, or with method="glm" a backward pass per output. Memory is linear in the weights
@@ -23,20 +24,22 @@ tensor([0.1250, 0.5000], dtype=torch.float64)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lapwing.errors import DataError, ModelError, NotFittedError, OptionError
+from lapwing.errors import DataError, ModelError, NotFittedError, OptionError, StorageError
 from lapwing.estimate.data_pass import Wrapped, named, no_batch, one_shot
 from lapwing.estimate.naming import Estimator
 from lapwing.evidence import Evidence, em
 from lapwing.evidence.seen import Seen
 from lapwing.likelihoods import Likelihood
+from lapwing.linalg import Curvature
 from lapwing.linalg.autocast import outside_autocast
 from lapwing.linalg.budget import chunks
 from lapwing.params import ParamSpace
@@ -44,6 +47,7 @@ from lapwing.posterior import Gaussian
 from lapwing.predictive import glm
 from lapwing.predictive.sampled import network_draws
 from lapwing.priors import Prior
+from lapwing.serialize import KINDS, compact, pack, pack_tree, read, unpack, unpack_tree, write
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import Called, call
@@ -63,8 +67,11 @@ from lapwing.training.autoencoder.moments import (
 from lapwing.training.autoencoder.online import OnlineSteps, Running, Schedule
 from lapwing.training.autoencoder.parts import Joined, Marked, Part, Whole
 from lapwing.training.stepped_run import SteppedRun
+from lapwing.training.train_mode import check_same, copied, following, restore, training_mode
 
 METHODS = ("sample", "glm")
+KIND = "autoencoder"
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -144,9 +151,9 @@ class LaplacianAutoencoder:
     def released(cls, encoder: nn.Module, decoder: nn.Module | None = None, **options: Any) -> LaplacianAutoencoder:
         """As the authors' released code sets it: batches scaled by N / B and halved, of which a step forgets 1/1000.
 
-        H settles near 500 times the sum over the data: a cold posterior.
+        H begins with N, beside a prior of 1, and settles near 500 times the sum over the data: a cold posterior.
         """
-        setting: dict[str, Any] = {"weight": 0.5, "rescale": True, "forgetting": 1e-3}
+        setting: dict[str, Any] = {"weight": 0.5, "rescale": True, "forgetting": 1e-3, "start": 1.0}
         return cls(encoder, decoder, **(setting | options))
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -157,6 +164,7 @@ class LaplacianAutoencoder:
         epochs: int,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         checkpoint: AnyPath | None = None,
         checkpoint_every: int = 100,
         callback: Callable[[AutoencoderStep], object] | None = None,
@@ -164,15 +172,18 @@ class LaplacianAutoencoder:
         """Online training; what each step did. The posterior goes on from the one there is, if there is one.
 
         `optimizer` is any of torch's over the modules' parameters that needs no closure, Adam(lr=1e-3) if none is
-        given. With a `checkpoint`, the path of a file, the run is kept there every `checkpoint_every` steps; called
-        again in the same way, also in another process, it goes on from there and ends bit for bit where it would have.
+        given; `scheduler` makes a schedule of learning rates from it, which takes a step per epoch, and is told the
+        mean loss where it looks at one. The network runs in eval mode. With a `checkpoint`, the path of a file, the run
+        is kept there every `checkpoint_every` steps; called again in the same way, also in another process, it goes on
+        from there and ends bit for bit where it would have.
         """
         data = _Inputs(loader, self)
         points = self.points
         if self.schedule.rescale and points is None:
             points = data.count()
-        running = self.running or Running.of(self.schedule, self.space.size)
-        return self._run(data, epochs, optimizer, checkpoint, checkpoint_every, callback, running, points)
+        running = self.running or Running.of(self.schedule, self.space.size, points)
+        made = self._steps(optimizer, scheduler, running, points)
+        return self._run(made, data, epochs, checkpoint, checkpoint_every, callback)
 
     def fit_posthoc(
         self,
@@ -180,12 +191,17 @@ class LaplacianAutoencoder:
         epochs: int = 0,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         checkpoint: AnyPath | None = None,
         checkpoint_every: int = 100,
         callback: Callable[[AutoencoderStep], object] | None = None,
         tune_prior: bool = False,
     ) -> LaplacianAutoencoder:
         """Plain training for some epochs, or none for a trained model; then H of all data, in one pass.
+
+        The model is trained as one would by hand, in train mode: normalisation keeps its statistics, dropout drops, and
+        of modules that are in train mode already each keeps its own. H is taken in eval mode. Afterwards every module
+        has the mode that it came with. Random numbers of the training follow the `generator`, where there is one.
 
         `start`, `forgetting`, `weight` and `rescale` are for online training; H is the sum over the data. `tune_prior`
         takes the prior precision to where the marginal likelihood is largest, from the one that was given.
@@ -194,7 +210,12 @@ class LaplacianAutoencoder:
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
             raise OptionError(f"epochs is {epochs!r}; expected a whole number >= 0.")
         if epochs:
-            self._run(data, epochs, optimizer, checkpoint, checkpoint_every, callback, None, None)
+            made = self._steps(optimizer, scheduler, None, None)
+            with ExitStack() as modes:
+                for module in self.whole.children():  # the user's own
+                    modes.enter_context(training_mode(module))
+                modes.enter_context(following(self.generator, self.space.device))
+                self._run(made, data, epochs, checkpoint, checkpoint_every, callback)
         seen = Seen(regression=False, printing=False)
         whole = self._tangents["whole"]
         found = self._estimator(whole, self.likelihood, seen.watching(data), generator=self.generator)
@@ -207,26 +228,33 @@ class LaplacianAutoencoder:
         self.running = Running(self.schedule, self.space.size, found, 0.0)
         return self
 
-    def _run(
+    def _steps(
         self,
-        data: _Inputs,
-        epochs: int,
         optimizer: torch.optim.Optimizer | None,
-        checkpoint: AnyPath | None,
-        every: int,
-        callback: Callable[[AutoencoderStep], object] | None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None,
         running: Running | None,
         points: int | None,
-    ) -> list[AutoencoderStep]:
+    ) -> OnlineSteps:
         tangent = self._tangents["whole"]
         optimizer = torch.optim.Adam(self.whole.parameters(), lr=1e-3) if optimizer is None else optimizer
         _check_optimizer(optimizer, tangent)
+        rate = None if scheduler is None else _scheduled(scheduler, optimizer)
         name = self.curvature if isinstance(self.curvature, str) else "a function"
-        settings = {"curvature": name, "samples": self.samples, "likelihood": type(self.likelihood).__name__}
-        steps = OnlineSteps(
-            tangent, self.likelihood, optimizer, self._of_batch, running, points, self.generator, settings
+        settings = {"curvature": name, "samples": self.samples, "likelihood": repr(self.likelihood)}
+        return OnlineSteps(
+            tangent, self.likelihood, optimizer, self._of_batch, running, points, self.generator, rate, settings
         )
-        run = SteppedRun.of(steps, data, epochs, None, False, 0.0, checkpoint, every)
+
+    def _run(
+        self,
+        steps: OnlineSteps,
+        data: _Inputs,
+        epochs: int,
+        checkpoint: AnyPath | None,
+        every: int,
+        callback: Callable[[AutoencoderStep], object] | None,
+    ) -> list[AutoencoderStep]:
+        run = SteppedRun.of(steps, data, epochs, None, False, 0.0, checkpoint, every, steps.end_epoch)
         told: list[AutoencoderStep] = []
         for step in run.steps():
             told.append(AutoencoderStep(step.number, step.loss, step.gradient))
@@ -380,6 +408,65 @@ class LaplacianAutoencoder:
         blank = torch.zeros(n, *shape, dtype=self.space.dtype, device=self.space.device)
         return self.impute(blank, torch.zeros_like(blank, dtype=torch.bool), 1, steps, average, None, generator)[0]
 
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def save(self, path: AnyPath) -> None:
+        """Weights, posterior and settings in one file, for `load`; written atomically, without pickle."""
+        if self.running is None:
+            raise NotFittedError("there is no posterior to save yet; expected fit or fit_posthoc first.")
+        own = KINDS.get(type(self.likelihood).__name__) is not type(self.likelihood)
+        self.running.curvature = None if self.running.curvature is None else compact(self.running.curvature)
+        parts = {"curvature": self.running.curvature, "likelihood": None if own else self.likelihood}
+        packed = {name: dict(zip(("description", "tensors"), pack(part), strict=True)) for name, part in parts.items()}
+        description, tensors = pack_tree(
+            {
+                **packed,
+                "schedule": asdict(self.schedule),
+                "start": self.running.start,
+                "curvature_name": self.curvature if isinstance(self.curvature, str) else None,
+                "samples": self.samples,
+                "points": self.points,
+                "bottleneck": self.whole.bottleneck if isinstance(self.whole, Marked) else None,
+                "entropy": self.entropy,
+                "shape": None if self._given is None else list(self._given),
+                "weights": copied(self.whole),
+                "generator": None if self.generator is None else self.generator.get_state(),
+            }
+        )
+        write(path, tensors, {"kind": KIND, "version": VERSION, "state": description})
+
+    @staticmethod
+    def load(
+        path: AnyPath,
+        encoder: nn.Module,
+        decoder: nn.Module | None = None,
+        *,
+        likelihood: Likelihood | None = None,
+        curvature: Estimator | None = None,
+        generator: torch.Generator | None = None,
+    ) -> LaplacianAutoencoder:
+        """What `save` wrote, over modules built as they were, which get the weights of the file.
+
+        A model with a named bottleneck is given alone. A likelihood or a curvature of one's own, which no file can
+        hold, is given again, as is the generator where there was one, which goes on from where it was.
+        """
+        tensors, metadata = read(path)
+        if metadata.get("kind") != KIND:
+            raise StorageError(
+                f"the file holds {metadata.get('kind')!r}; expected {KIND!r}, as LaplacianAutoencoder.save writes."
+            )
+        if metadata.get("version", 0) > VERSION:
+            raise StorageError(
+                f"the file has version {metadata['version']}; expected at most {VERSION}. It was written by a later "
+                "lapwing: upgrade to read it."
+            )
+        try:
+            return _loaded(unpack_tree(metadata["state"], tensors), encoder, decoder, likelihood, curvature, generator)
+        except (KeyError, TypeError, DataError) as error:
+            raise StorageError(
+                f"the file is incomplete ({error}); expected what LaplacianAutoencoder.save writes."
+            ) from error
+
     # -- below -----------------------------------------------------------------------------------------------------
 
     def target(self, x: Any) -> Tensor:
@@ -485,6 +572,68 @@ class _Inputs(Wrapped):
         if not points:
             raise no_batch()
         return points
+
+
+def _loaded(
+    kept: Mapping[str, Any],
+    encoder: nn.Module,
+    decoder: nn.Module | None,
+    likelihood: Likelihood | None,
+    curvature: Estimator | None,
+    generator: torch.Generator | None,
+) -> LaplacianAutoencoder:
+    bottleneck, weights = kept["bottleneck"], kept["weights"]
+    if (bottleneck is None) != (decoder is not None):
+        found = "an encoder and a decoder" if bottleneck is None else f"one model with the bottleneck {bottleneck!r}"
+        raise StorageError(f"the file is of {found}; expected the same modules. Build them as they were.")
+    part = unpack(kept["likelihood"]["description"], kept["likelihood"]["tensors"])
+    for name, ours, stored in (
+        ("likelihood", likelihood, part),
+        ("curvature", curvature, kept["curvature_name"]),
+        ("generator", generator, kept["generator"]),
+    ):
+        there = (stored is not None) if name == "generator" else stored is None
+        if there != (ours is not None):
+            state = "one that is not in the file" if there else "none of one's own"
+            raise StorageError(
+                f"{name} is {'not given' if ours is None else 'given'}, and what was saved had {state}; expected "
+                f"load(..., {name}=...) exactly where there was one of one's own."
+            )
+    made = LaplacianAutoencoder(
+        encoder,
+        decoder,
+        bottleneck=bottleneck,
+        example=None if bottleneck is None else weights["example"],
+        likelihood=likelihood or part,
+        curvature=curvature or kept["curvature_name"],
+        samples=kept["samples"],
+        points=kept["points"],
+        generator=generator,
+        **kept["schedule"],
+    )
+    device = made.space.device
+    tensors = {name: tensor.to(device) for name, tensor in kept["curvature"]["tensors"].items()}
+    found = unpack(kept["curvature"]["description"], tensors)
+    assert found is None or isinstance(found, Curvature)
+    check_same(made.whole, weights)
+    restore(made.whole, weights)
+    if generator is not None:
+        generator.set_state(kept["generator"])
+    made.running = Running(made.schedule, made.space.size, found, float(kept["start"]))
+    made.entropy = kept["entropy"]
+    if kept["shape"] is not None:
+        made.target(torch.zeros(1, *kept["shape"], dtype=made.space.dtype, device=device))
+    return made
+
+
+def _scheduled(scheduler: object, optimizer: torch.optim.Optimizer) -> Any:
+    made = scheduler(optimizer) if callable(scheduler) else scheduler
+    if not callable(scheduler) or not callable(getattr(made, "step", None)):
+        raise OptionError(
+            f"scheduler is or makes a {type(made).__name__}; expected a function of the optimiser that makes a "
+            "schedule, as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10) does."
+        )
+    return made
 
 
 def _check_optimizer(optimizer: object, tangent: Tangent) -> None:

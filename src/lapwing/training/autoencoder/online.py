@@ -6,7 +6,7 @@
 
 A step costs a draw, the gradient, and the curvature of the batch: with the sampled diagonal a backward pass at the
 draw, and a forward pass more at the mean. Memory: H, the drawn weights and a few vectors [P] beside those of a training
-step. The network runs in eval mode.
+step. The network runs in eval mode. Plain training, without draws and curvature, runs it in the modes that it has.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from lapwing.linalg.checks import normal
 from lapwing.serialize import compact, pack, unpack
 from lapwing.tangent import Linearisation, Tangent
 from lapwing.tangent.fallback import gradients
-from lapwing.tangent.inputs import all_finite, batch_size
+from lapwing.tangent.inputs import all_finite, batch_size, call, check_input, outside_inference, shape_key
 from lapwing.training.autoencoder.curvatures import OfBatch
+from lapwing.training.loop import advance
 from lapwing.training.stepped_run import Step
 
 PLACES = ("mean", "draw")
@@ -42,7 +43,8 @@ class Schedule:
     """The numbers of the update.
 
     prior_precision   of every weight; it is not forgotten
-    start             H before the first batch, forgotten like the rest of it
+    start             H before the first batch, forgotten like the rest of it; with `rescale` it is that of one data
+                      point, and N times as much is meant
     forgetting        the share of H that a step forgets (alpha)
     weight            what the curvature of a batch is multiplied by
     rescale           whether it is multiplied by N / B too: from the batch to the data set
@@ -94,8 +96,10 @@ class Running:
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(schedule: Schedule, size: int) -> Running:
-        return Running(schedule, size, None, float(schedule.start))
+    def of(schedule: Schedule, size: int, points: int | None) -> Running:
+        """Before the first batch; `points` is N, which only `rescale` needs."""
+        assert points is not None or not schedule.rescale
+        return Running(schedule, size, None, float(schedule.start) * (points if schedule.rescale and points else 1))
 
     @property
     def flat(self) -> float:
@@ -139,7 +143,8 @@ class Running:
 class OnlineSteps:
     """Steps on the weights of `tangent`'s model; meets what a `SteppedRun` asks of an optimiser.
 
-    `running` None is plain training: no draw and no curvature. `settings` must not differ where a run goes on.
+    `running` None is plain training: no draw and no curvature, each module in its own mode. The `scheduler` takes a
+    step per epoch. `settings` must not differ where a run goes on.
     """
 
     tangent: Tangent
@@ -149,9 +154,13 @@ class OnlineSteps:
     running: Running | None
     points: int | None
     generator: torch.Generator | None
+    scheduler: Any = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
+    total: float = 0.0
+    taken: int = 0
     drawn: Tangent = field(init=False)
+    _known: set[tuple] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.drawn = self.tangent if self.running is None else _twin(self.tangent)
@@ -163,12 +172,15 @@ class OnlineSteps:
         x, y = pair(batch)
         size = batch_size(x)
         if self.running is not None:
+            self._look(x)
             self._draw(self.running)
-        there = self.drawn.at(x)
-        value = there.value
+        there = None if self.running is None else self.drawn.at(x)
+        output = self._forward(x) if there is None else there.output
+        value = output.detach().to(self.tangent.space.dtype)
         loss = -float(check_loss(self.likelihood, value, y).double().sum()) / size
-        cotangent = (self.likelihood.grad(value, y) / size).to(there.output.dtype)
-        gradient = gradients(there.output, list(self.drawn.parameters.values()), cotangent, retain_graph=True)
+        cotangent = (self.likelihood.grad(value, y) / size).to(output.dtype)
+        parameters = list(self.drawn.parameters.values())
+        gradient = gradients(output, parameters, cotangent, retain_graph=there is not None)
         found = [each for each in gradient if each is not None]
         norm = float(torch.stack(torch._foreach_norm(found)).double().norm()) if found else 0.0
         if not isfinite(norm) and not all(all_finite(each) for each in found):
@@ -176,12 +188,40 @@ class OnlineSteps:
                 "the gradient of the loss holds NaN or infinite entries; expected finite ones. Use a smaller learning "
                 "rate, or check the data."
             )
-        new = None if self.running is None else self._curvature(self.running, there, x, y)
+        new = None
+        if self.running is not None and there is not None:
+            new = self._curvature(self.running, there, x, y)
         self._apply(gradient)
         if self.running is not None and new is not None:
             self.running.update(new, self._factor(self.running.schedule, size))
-        self.number += 1
+        self.number, self.total, self.taken = self.number + 1, self.total + size * loss, self.taken + size
         return Step(self.number - 1, loss, nan, nan, nan, nan, nan, True, 0, norm)
+
+    def end_epoch(self) -> None:
+        """A step of the scheduler, told the mean loss of the epoch's data points."""
+        if self.taken:
+            advance(self.scheduler, self.total / self.taken)
+        self.total, self.taken = 0.0, 0
+
+    def _forward(self, x: Any) -> Tensor:
+        """A forward pass of plain training: normalisation takes the statistics of the batch, dropout drops."""
+        check_input(x, self.tangent.space.device)
+        with torch.enable_grad():
+            return call(self.tangent.model, outside_inference(x))
+
+    def _look(self, x: Any) -> None:
+        """Has the twin tell its samples apart at the mean of the weights, where the shape of x is new to it.
+
+        At a draw from a wide prior rounding may grow into differences that pass for samples that are coupled.
+        """
+        key = shape_key(x)
+        if key not in self._known:
+            into = self.drawn.parameters
+            with torch.no_grad():
+                for name, mean in self.tangent.parameters.items():
+                    into[name].copy_(mean)
+            self.drawn.at(x)
+            self._known.add(key)
 
     @torch.no_grad()
     def _draw(self, running: Running) -> None:
@@ -221,9 +261,12 @@ class OnlineSteps:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
-        return {**self.settings, "online": self.running is not None} | (
-            {} if self.running is None else asdict(self.running.schedule)
-        )
+        made = {
+            "optimizer": type(self.optimizer).__name__,
+            "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
+            "online": self.running is not None,
+        }
+        return {**self.settings, **made, **({} if self.running is None else asdict(self.running.schedule))}
 
     def state_dict(self) -> dict[str, Any]:
         kept = None
@@ -233,7 +276,9 @@ class OnlineSteps:
             kept = {"description": description, "tensors": tensors}
         return {
             "number": self.number,
+            "epoch": [self.total, self.taken],
             "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "curvature": kept,
             "start": None if self.running is None else self.running.start,
             "settings": self._settings(),
@@ -247,8 +292,10 @@ class OnlineSteps:
                 f"the checkpoint is of another run: {other[0]} was {settings.get(other[0])} and is "
                 f"{ours.get(other[0])}. Expected the same settings. Restore them, or delete the file."
             )
-        self.number = state_dict["number"]
+        self.number, (self.total, self.taken) = state_dict["number"], state_dict["epoch"]
         self.optimizer.load_state_dict(dict(state_dict["optimizer"]))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(dict(state_dict["scheduler"]))
         kept = state_dict["curvature"]
         if self.running is not None:
             curvature = None if kept is None else unpack(kept["description"], kept["tensors"])
