@@ -189,14 +189,13 @@ def test_spread_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
         "c25",
         "c26",
         "c27",
-<<<<<<< HEAD
         "c31",
         "c33",
-=======
+        "c34",
+        "c35",
         "c36",
         "c37",
         "c38",
->>>>>>> h3
         "e14_classes",
         "e14_noise",
     ],
