@@ -1,4 +1,4 @@
-"""theta* among the outputs is theta* among the weights: Newton's method with kernels against one with a dense Jacobian."""
+"""theta* among the outputs is theta* among the weights: Newton's method with kernels, and with a dense Jacobian."""
 
 from __future__ import annotations
 

@@ -7,6 +7,9 @@ one for a. With w = 1 / (sigma^2 T) and H = S S^T the Hessian of -log p,
     g = f + J (m - theta~) + K a   outputs
     c = w grad + a                 zero at the optimum; J^T c is the gradient of the loss in theta
     step                           -(c - w S (I + w S^T K S)^-1 S^T K c)
+    first step                     a = r - w S (I + w S^T K S)^-1 S^T K r with r = w (H (g - f - J (m - theta~)) - grad)
+
+The first is Newton's step from any weights with outputs g: those of the trained network, or of the last theta*.
 
 The K_g are computed once, O(M^2 P); every further prior costs a few steps of O(M^3 / 3), and no pass over the data.
 Memory: the rows of J in factored form, and G + 4 matrices [M, M] for G groups, in the dtype of the network.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import torch
@@ -55,14 +59,14 @@ class _Batch:
 
 @dataclass(eq=False)
 class FunctionSpace:
-    """`value` [M] are the outputs f at the trained weights, class axis last; `a` is where the last search ended."""
+    """`value` [M] are the outputs f at the trained weights, class axis last; `last` those where a search has ended."""
 
     likelihood: Likelihood
     regression: bool
     rows: RowSet
     value: Float[Tensor, " m"]
     batches: list[_Batch]
-    a: Float[Tensor, " m"]
+    last: Float[Tensor, " m"]
     steps: int = 0
     _parts: tuple[int, ...] = ()
     """For every block of the rows, the number of the kernel that it is part of."""
@@ -91,7 +95,7 @@ class FunctionSpace:
             batches.append(_Batch(slice(start, start := start + last.numel()), linear.value.shape, y))
         assert rows is not None
         value = torch.cat(values)
-        return FunctionSpace(likelihood, data.regression, rows, value, batches, torch.zeros_like(value))
+        return FunctionSpace(likelihood, data.regression, rows, value, batches, value)
 
     # -- kernels -------------------------------------------------------------------------------------------------------
 
@@ -147,37 +151,35 @@ class FunctionSpace:
         base = self._at_mean(prior, trained)
         if self._unit is None:
             self._unit = self._length(self._grad(self.value))
-        a, moved = self.a, times(self.a)
-        grad, before = self._grad(base + moved), float("inf")
+        a = self._first(kernel, base, weight)
+        if self._loss(base, a, times(a), weight) > self._loss(base, a0 := torch.zeros_like(a), a0, weight):
+            a = a0  # too far for a quadratic model: from the prior's mean, with a line search
+        moved, before = times(a), float("inf")
         for _ in range(STEPS):
+            grad = self._grad(base + moved)
             c = weight * grad + a
             norm = self._length(c)
             if norm <= tolerance * (weight * self._unit + self._length(a)):
                 break
-            self.steps += 1
-            step = self._step(kernel, base + moved, c, times(c), weight)
-            image = times(step)
-            slope = float(torch.dot(times(c), step))
-            here = self._loss(base + moved, a, moved, weight)
+            seen = times(c)
+            step = self._solved(kernel, base + moved, seen, weight) - c
+            image, slope, here = times(step), float(torch.dot(seen, step)), self._loss(base, a, moved, weight)
             rounding = 10 * torch.finfo(kernel.dtype).eps * (1 + abs(here))
-            size = next(
-                (
-                    t
-                    for t in SIZES
-                    if self._loss(base + moved + t * image, a + t * step, moved + t * image, weight)
-                    <= here + 0.1 * t * slope + rounding
-                ),
-                None,
-            )
-            if size is None or (-slope <= rounding and norm > before / 2):
-                break  # rounding allows no better
-            a, before = a + size * step, norm
+            for size in SIZES:
+                value = self._loss(base, a + size * step, moved + size * image, weight)
+                if value <= here + 0.1 * size * slope + rounding:
+                    break
+            else:
+                break
+            a = a + size * step
             moved = times(a)
-            grad = self._grad(base + moved)
-        self.a = a
-        pulled = self.rows.pull(torch.stack([a, grad]))
+            if -slope <= rounding and norm > before / 2:
+                break  # rounding allows no better
+            before = norm
+        self.last = base + moved
+        pulled = self.rows.pull(torch.stack([a, self._grad(self.last)]))
         away = prior.mean - trained.double() + pulled[0] / prior.precision().detach().double()
-        return Point(away, self._fit(base + moved), pulled[1])
+        return Point(away, self._fit(self.last), pulled[1])
 
     def _at_mean(self, prior: Prior, trained: Tensor) -> Float[Tensor, " m"]:
         """f + J (m - theta~)."""
@@ -186,18 +188,26 @@ class FunctionSpace:
             self._base = prior.mean, self.value + self.rows.push(away.unsqueeze(0))[0]
         return self._base[1]
 
-    def _step(self, kernel: Tensor, g: Tensor, c: Tensor, seen: Tensor, weight: float) -> Float[Tensor, " m"]:
-        """Newton's, at the outputs g; `seen` is K c."""
+    def _first(self, kernel: Tensor, base: Tensor, weight: float) -> Float[Tensor, " m"]:
+        """a, one step of Newton's method away from `last`."""
+        roots = self._roots(self.last)
+        across, outputs, _ = roots.shape
+        inner = torch.einsum("l c r, l c -> l r", roots, (self.last - base).view(across, outputs))
+        r = weight * (torch.einsum("l c r, l r -> l c", roots, inner).reshape(-1) - self._grad(self.last))
+        return r - self._solved(kernel, self.last, (kernel @ r.to(kernel)).double(), weight)
+
+    def _solved(self, kernel: Tensor, g: Tensor, u: Tensor, weight: float) -> Float[Tensor, " m"]:
+        """w S (I + w S^T K S)^-1 S^T u, at the outputs g."""
+        self.steps += 1
         root = (self._roots(g) * weight**0.5).to(kernel)  # [l, C, R]
         across, outputs, columns = root.shape
         half = torch.bmm(root.mT, kernel.view(across, outputs, -1)).reshape(-1, across, outputs)  # [l R, l, C]
         inner = torch.bmm(half.transpose(0, 1), root).transpose(0, 1).reshape(across * columns, -1)
         inner.diagonal().add_(1)
         check_finite(inner, "the curvature of the outputs")
-        factor = torch.linalg.cholesky(inner)
-        right = torch.einsum("l c r, l c -> l r", root, seen.to(kernel).view(across, outputs)).reshape(-1, 1)
-        solved = torch.cholesky_solve(right, factor).view(across, columns)
-        return torch.einsum("l c r, l r -> l c", root, solved).reshape(-1).double() - c
+        right = torch.einsum("l c r, l c -> l r", root, u.to(kernel).view(across, outputs)).reshape(-1, 1)
+        solved = torch.cholesky_solve(right, _factor(inner)).view(across, columns)
+        return torch.einsum("l c r, l r -> l c", root, solved).reshape(-1).double()
 
     # -- the likelihood ------------------------------------------------------------------------------------------------
 
@@ -217,15 +227,31 @@ class FunctionSpace:
     def _roots(self, g: Tensor) -> Float[Tensor, "l C R"]:
         return torch.cat([each.flatten(0, -3) for each in self._each(g, self.likelihood.hessian_sqrt)])
 
-    def _loss(self, g: Tensor, a: Tensor, moved: Tensor, weight: float) -> float:
-        log_prob = sum(float(each.sum()) for each in self._each(g, self.likelihood.log_prob))
+    def _loss(self, base: Tensor, a: Tensor, moved: Tensor, weight: float) -> float:
+        """Of a, with `moved` K a; infinite where it is no number."""
+        log_prob = sum(float(each.sum()) for each in self._each(base + moved, self.likelihood.log_prob))
         value = float(torch.dot(a, moved)) / 2 - weight * log_prob
-        return value if value == value else float("inf")
+        return float("inf") if isnan(value) else value
 
     def _fit(self, g: Tensor) -> Float[Tensor, ""] | GaussianFit:
         seen = Seen(self.regression)
         self._each(g, lambda f, y: seen.saw(f, y, self.likelihood.log_prob(f, y)))
         return seen.fit(self.rows.dtype)
+
+
+def _factor(matrix: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
+    """L L^T = I + a kernel, of which rounding may leave less than nothing: the diagonal is then raised.
+
+    A larger curvature shortens a step of Newton's method; where it ends is the gradient's to say.
+    """
+    raised, most = 0.0, float(matrix.diagonal().max())
+    while True:
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if not bool(failed):
+            return factor
+        more = max(10 * raised, torch.finfo(matrix.dtype).eps * most)
+        matrix.diagonal().add_(more - raised)
+        raised = more
 
 
 def _identity_rows(linear: Linearisation, likelihood: Likelihood) -> list[Piece]:

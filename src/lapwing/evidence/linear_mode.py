@@ -135,8 +135,8 @@ class EvidenceAtMode:
         """One pass over the data, which must be the `points` that `trained` has seen.
 
         `outputs` is how many they have in all, where theta* is to be found among them: one more pass, if they fit the
-        memory. `solver` is a curvature of second derivatives to solve with, that of `trained` if None. `exact` says that it is
-        the sum of J^T H J at the trained weights, which for Gaussian noise is that at all weights.
+        memory. `solver` is a curvature of second derivatives to solve with, that of `trained` if None. `exact` says
+        that it is the sum of J^T H J at the trained weights, which for Gaussian noise is that at all weights.
         """
         start = data.at(torch.zeros_like(trained.mean, dtype=torch.float64))
         data.check(start, trained, points)

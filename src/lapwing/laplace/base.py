@@ -541,8 +541,9 @@ class BaseLaplace:
         is not kept, and nothing changes.
 
         `solver`: "exact" forms the exact curvature of the data, [P, P] or [N C, N C], to solve with; "structure" uses
-        this posterior's own; "auto" the exact one where that is small: some thousands of outputs, or 1024 weights. `tolerance` is the relative residual, 1e-8 in
-        float64 and 1e-3 in float32; a warning says if it was not met after `max_passes` passes over the data.
+        this posterior's own; "auto" the exact one where that is small: 1024 weights, or fewer outputs than weights and
+        at most some thousands. `tolerance` is the relative residual, 1e-8 in float64 and 1e-3 in float32; a warning
+        says if it was not met after `max_passes` passes over the data.
         """
         at_mode = self.evidence_at_mode(train_loader, solver=solver, tolerance=tolerance, max_passes=max_passes)
         hyper = self.hyper
