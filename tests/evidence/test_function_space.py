@@ -156,6 +156,17 @@ def test_the_kernel_is_that_of_the_dense_jacobian(structure: str) -> None:
     close(at_mode.functions.kernel(prior), (rows / prior.precision()) @ rows.mT)
 
 
+def test_the_log_determinant_is_that_of_the_exact_curvature() -> None:
+    la, batches = normalised()
+    at_mode = la.evidence_at_mode(batches)
+    exact = Laplace(la.model, "classification", "all", "full", temperature=0.7)
+    exact.fit(batches)
+    prior = linear_prior(la, torch.logspace(-1, 1, len(la.space.names), dtype=DOUBLE), None)
+    expected = exact.evidence.precision(prior, 1.0, 0.7).logdet() - prior.precision().log().sum()
+    assert at_mode.functions is not None
+    assert at_mode.functions.logdet(prior, 1 / 0.7) == pytest.approx(float(expected), rel=1e-9)
+
+
 def linear_prior(la: BaseLaplace, precision: Tensor, groups: Any) -> Prior:
     return prior_of(la.space, precision, torch.zeros((), dtype=DOUBLE), groups)
 

@@ -199,15 +199,26 @@ class FunctionSpace:
     def _solved(self, kernel: Tensor, g: Tensor, u: Tensor, weight: float) -> Float[Tensor, " m"]:
         """w S (I + w S^T K S)^-1 S^T u, at the outputs g."""
         self.steps += 1
-        root = (self._roots(g) * weight**0.5).to(kernel)  # [l, C, R]
+        root, inner = self._inner(kernel, g, weight)
+        across, outputs, columns = root.shape
+        right = torch.einsum("l c r, l c -> l r", root, u.to(kernel).view(across, outputs)).reshape(-1, 1)
+        solved = torch.cholesky_solve(right, _factor(inner)).view(across, columns)
+        return torch.einsum("l c r, l r -> l c", root, solved).reshape(-1).double()
+
+    def _inner(self, kernel: Tensor, g: Tensor, weight: float) -> tuple[Float[Tensor, "l C R"], Float[Tensor, "m m"]]:
+        """S, with w in it, and I + w S^T K S, at the outputs g."""
+        root = (self._roots(g) * weight**0.5).to(kernel)
         across, outputs, columns = root.shape
         half = torch.bmm(root.mT, kernel.view(across, outputs, -1)).reshape(-1, across, outputs)  # [l R, l, C]
         inner = torch.bmm(half.transpose(0, 1), root).transpose(0, 1).reshape(across * columns, -1)
         inner.diagonal().add_(1)
         check_finite(inner, "the curvature of the outputs")
-        right = torch.einsum("l c r, l c -> l r", root, u.to(kernel).view(across, outputs)).reshape(-1, 1)
-        solved = torch.cholesky_solve(right, _factor(inner)).view(across, columns)
-        return torch.einsum("l c r, l r -> l c", root, solved).reshape(-1).double()
+        return root, inner
+
+    def logdet(self, prior: Prior, weight: float = 1.0) -> float:
+        """log det(w J^T H J + Lambda) - log det Lambda with the exact curvature at the trained outputs, in float64."""
+        inner = self._inner(self.kernel(prior), self.value, weight)[1].double()
+        return 2 * float(_factor(inner).diagonal().log().sum())
 
     # -- the likelihood ------------------------------------------------------------------------------------------------
 
