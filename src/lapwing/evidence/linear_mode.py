@@ -182,8 +182,9 @@ class EvidenceAtMode:
         As good as a search needs it: where these have changed much since the last call, theta* is found less exactly.
         """
         asked = torch.cat([prior.precisions.detach().double().log().cpu(), torch.tensor([float(sigma)]).double().log()])
-        known = self._asked is not None and self._asked.shape == asked.shape
-        moved = float((asked - self._asked).abs().max()) if known else 1.0
+        before, moved = self._asked, 1.0
+        if before is not None and before.shape == asked.shape:
+            moved = float((asked - before).abs().max())
         self._asked = asked
         tolerance = self.tolerance if self.exact else max(self.tolerance, min(LOOSE, LOOSE * moved))
         loss = _Loss(self, prior, sigma, temperature)
