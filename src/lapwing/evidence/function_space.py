@@ -151,9 +151,10 @@ class FunctionSpace:
         base = self._at_mean(prior, trained)
         if self._unit is None:
             self._unit = self._length(self._grad(self.value))
-        a = self._first(kernel, base, weight)
-        if self._loss(base, a, times(a), weight) > self._loss(base, a0 := torch.zeros_like(a), a0, weight):
-            a = a0  # too far for a quadratic model: from the prior's mean, with a line search
+        whole = self._first(kernel, base, weight)
+        image = times(whole)
+        # a whole step may be too far for its quadratic model; of shorter ones, zero leads to the prior's mean
+        a = whole * min((*SIZES, 0.0), key=lambda t: self._loss(base, t * whole, t * image, weight))
         moved, before = times(a), float("inf")
         for _ in range(STEPS):
             grad = self._grad(base + moved)
