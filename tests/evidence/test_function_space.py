@@ -194,7 +194,7 @@ def test_kernels_that_do_not_fit_are_summed_anew(monkeypatch: pytest.MonkeyPatch
     la, batches = normalised()
     at_mode = la.evidence_at_mode(batches, tolerance=1e-12)
     assert at_mode.functions is not None
-    monkeypatch.setattr(function_space, "KEPT", 6 * 36**2 * 8)
+    monkeypatch.setattr(function_space, "KEPT", 11 * 36**2 * 8)  # of eight kernels, and four to work with
     prior = linear_prior(la, torch.logspace(-1, 1, len(la.space.names), dtype=DOUBLE), None)
     dense = Dense.of(la, *joined(batches))
     dense.precision = prior.precision()

@@ -86,13 +86,13 @@ class FunctionSpace:
         for linear, y in data.passed():
             assert isinstance(linear, Linearisation)
             own = RowSet.of(space.size, [by_tensor(space, _identity_rows(linear, likelihood))])
-            room -= sum(tensor.nbytes for part in own.parts for piece in part for tensor in piece.factors.values())
+            room -= _bytes(own)
             if room < 0:
                 return None
             rows = own if rows is None else rows + own
             last = likelihood.to_last(linear.value.detach())
             values.append(last.reshape(-1).double())
-            batches.append(_Batch(slice(start, start := start + last.numel()), linear.value.shape, y))
+            batches.append(_Batch(slice(start, start := start + last.numel()), linear.value.shape, y.clone()))
         assert rows is not None
         value = torch.cat(values)
         return FunctionSpace(likelihood, data.regression, rows, value, batches, value)
@@ -122,7 +122,7 @@ class FunctionSpace:
         order = {each: number for number, each in enumerate(dict.fromkeys(pairs))}
         if self._kernels and len(order) == len(self._kernels):
             return True
-        if (len(order) + WORK) * len(self.value) ** 2 * self.rows.dtype.itemsize > KEPT:
+        if _bytes(self.rows) + (len(order) + WORK) * len(self.value) ** 2 * self.rows.dtype.itemsize > KEPT:
             return False
         self._kernels = []
         self._parts = tuple(order[each] for each in pairs)
@@ -249,6 +249,10 @@ class FunctionSpace:
         seen = Seen(self.regression)
         self._each(g, lambda f, y: seen.saw(f, y, self.likelihood.log_prob(f, y)))
         return seen.fit(self.rows.dtype)
+
+
+def _bytes(rows: RowSet) -> int:
+    return sum(tensor.nbytes for part in rows.parts for piece in part for tensor in piece.factors.values())
 
 
 def _factor(matrix: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
