@@ -63,7 +63,7 @@ def _of_all_outputs(
     for batch in pulled(tangent, likelihood, batches, output_by_output(cotangents), generator):
         if batch.first:
             if chunks:
-                yield by_tensor(tangent.space, _joined_cotangents(chunks))
+                yield by_tensor(tangent.space, joined_cotangents(chunks))
             chunks, outputs, points = [], batch.linearisation.outputs, points + batch.linearisation.batch
             entries = outputs * points**2
             if entries > limit**2:
@@ -73,7 +73,7 @@ def _of_all_outputs(
                     "numbers in them. Use fewer data points (estimate.subset), a Kronecker structure, or raise `limit`."
                 )
         chunks.append(batch.pieces)
-    yield by_tensor(tangent.space, _joined_cotangents(chunks))
+    yield by_tensor(tangent.space, joined_cotangents(chunks))
 
 
 def limited(
@@ -98,7 +98,7 @@ def limited(
         yield by_tensor(tangent.space, batch.pieces)
 
 
-def _joined_cotangents(chunks: list[list[Piece]]) -> list[Piece]:
+def joined_cotangents(chunks: list[list[Piece]]) -> list[Piece]:
     """Rows of the same data points for several chunks of cotangents, as one."""
     return [first.with_cotangents(others) for first, *others in zip(*chunks, strict=True)]
 

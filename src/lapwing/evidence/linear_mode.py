@@ -7,6 +7,8 @@ weights are far from it where training stopped early, or where normalisation mak
 chance. The evidence then has to be taken at theta*.
 
     Gaussian noise, and sum J^T J as a matrix or by its rows   one solve; a pass to begin with, and one to verify
+    any likelihood, few outputs N C < P                        Newton's method among the outputs; a pass for their
+                                                               kernels, and one to verify (`FunctionSpace`)
     Gaussian noise                                             conjugate gradients, one pass per product
     others                                                     Newton's method: conjugate gradients, and a line search
                                                                in one pass
@@ -25,6 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.directions import descend
+from lapwing.evidence.function_space import FunctionSpace
 from lapwing.evidence.linearised_data import SIZES, LinearisedData, Point
 from lapwing.evidence.marginal import Evidence, GaussianFit, lowest_noise
 from lapwing.linalg import Curvature, Independent
@@ -99,9 +102,9 @@ class EvidenceAtMode:
     """The evidence at the theta* that goes with every prior: max over theta, instead of at one theta.
 
     It meets what tuners ask of an `Evidence`. `trained` is the evidence at the trained weights. `solver` has the
-    curvature that theta* is solved with, the same or one nearer to the truth; with `exact` it is sum J^T J. theta* is
-    searched from where it was last, `point`. It is an optimum, so that the derivative of log Z in the prior and in the
-    noise is the one at fixed theta*.
+    curvature that theta* is solved with, the same or one nearer to the truth; with `exact` it is sum J^T J. With
+    `functions` theta* is found among the outputs, whatever the solver. It is searched from where it was last, `point`.
+    It is an optimum, so that the derivative of log Z in the prior and in the noise is the one at fixed theta*.
     """
 
     trained: Evidence
@@ -112,6 +115,7 @@ class EvidenceAtMode:
     start: Point
     """At the trained weights."""
     point: Point
+    functions: FunctionSpace | None = None
     rounds: int = 0
     products: int = 0
     _asked: Tensor | None = field(default=None, repr=False)
@@ -125,12 +129,14 @@ class EvidenceAtMode:
         *,
         solver: Curvature | None = None,
         exact: bool = False,
+        outputs: int | None = None,
         tolerance: float | None = None,
     ) -> EvidenceAtMode:
         """One pass over the data, which must be the `points` that `trained` has seen.
 
-        `solver` is a curvature of second derivatives to solve with, that of `trained` if None. `exact` says that it is
-        the sum of J^T H J at the trained weights, which for Gaussian noise is that at all weights.
+        `outputs` is how many they have in all, where theta* is to be found among them: one more pass, if they fit the
+        memory. `solver` is a curvature of second derivatives to solve with, that of `trained` if None. `exact` says
+        that it is the sum of J^T H J at the trained weights, which for Gaussian noise is that at all weights.
         """
         start = data.at(torch.zeros_like(trained.mean, dtype=torch.float64))
         data.check(start, trained, points)
@@ -138,7 +144,8 @@ class EvidenceAtMode:
             tolerance = 1e-8 if trained.mean.dtype == torch.float64 else 1e-3
         with_solver = trained if solver is None else replace(trained, curvature=solver, noise_power=2)
         exact = exact and data.likelihood.adds_noise and with_solver.noise_power == 2
-        return EvidenceAtMode(trained, with_solver, data, exact, tolerance, start, start)
+        functions = None if outputs is None else FunctionSpace.of(data, outputs)
+        return EvidenceAtMode(trained, with_solver, data, exact, tolerance, start, start, functions)
 
     @property
     def has_noise(self) -> bool:
@@ -175,16 +182,25 @@ class EvidenceAtMode:
         As good as a search needs it: where these have changed much since the last call, theta* is found less exactly.
         """
         asked = torch.cat([prior.precisions.detach().double().log().cpu(), torch.tensor([float(sigma)]).double().log()])
-        moved = 1.0 if self._asked is None else float((asked - self._asked).abs().max())
+        before, moved = self._asked, 1.0
+        if before is not None and before.shape == asked.shape:
+            moved = float((asked - before).abs().max())
         self._asked = asked
         tolerance = self.tolerance if self.exact else max(self.tolerance, min(LOOSE, LOOSE * moved))
-        self._search(_Loss(self, prior, sigma, temperature), tolerance, closed=self.exact)
+        loss = _Loss(self, prior, sigma, temperature)
+        if self.functions is None:
+            self._search(loss, tolerance, closed=self.exact)
+        else:
+            self._among_outputs(self.functions, loss, tolerance)
         return self._evidence()
 
     @torch.no_grad()
     def mode(self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> LinearMode:
         """The theta* of this prior, noise level and temperature, its residual computed from the data."""
         loss = _Loss(self, prior, sigma, temperature)
+        if self.functions is not None and loss.norm(self.start) > self.tolerance * loss.scale(self.start):
+            self._among_outputs(self.functions, loss, self.tolerance / 10)
+            self.point = self.data.at(self.point.away)
         for _ in range(REFINED if self.exact else 0):
             self._search(loss, self.tolerance, closed=True)
             if self.point is not self.start and self.data.left:
@@ -212,6 +228,11 @@ class EvidenceAtMode:
         return replace(
             self.trained, mean=(self.trained.mean.double() + self.point.away).to(self.trained.mean), fit=self.point.fit
         )
+
+    def _among_outputs(self, functions: FunctionSpace, loss: _Loss, tolerance: float) -> None:
+        before = functions.steps
+        self.point = functions.mode(loss.prior, self.trained.mean, loss.weight, tolerance)
+        self.rounds += functions.steps - before
 
     # -- Newton's method -----------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class LinearisedData:
     def at(self, away: Float[Tensor, " params"]) -> Point:
         """Fit and gradient at theta~ + away."""
         sums, moved, near = _Sums.of(self, away), bool(away.any()), away.to(self.tangent.space.dtype)
-        for linear, y in self._pass():
+        for linear, y in self.passed():
             sums.add(linear, linear.value + linear.mv(near) if moved else linear.value, y)
         return sums.point(away)
 
@@ -95,7 +95,7 @@ class LinearisedData:
         total = torch.zeros_like(v, dtype=torch.float64)
         moved = not self.likelihood.adds_noise and bool(away.any())
         away, short = (each.to(self.tangent.space.dtype) for each in (away, v))
-        for linear, y in self._pass():
+        for linear, y in self.passed():
             value = linear.value + linear.mv(away) if moved else linear.value
             total += linear.rmv(self.likelihood.hessian_mv(value, y, linear.mv(short)).to(short)).double()
         return total.to(v)
@@ -103,7 +103,7 @@ class LinearisedData:
     def along(self, away: Float[Tensor, " params"], step: Float[Tensor, " params"]) -> tuple[list[float], Point]:
         """-log p at theta~ + away + t step for each t of `SIZES`, and the whole point at the first of them, t = 1."""
         sums, losses = _Sums.of(self, away), torch.zeros(len(SIZES), dtype=torch.float64)
-        for linear, y in self._pass():
+        for linear, y in self.passed():
             start, change = (linear.mv(each.to(self.tangent.space.dtype)) for each in (away, step))
             start = linear.value + start
             losses -= torch.tensor([float(self._log_prob(start + t * change, y)) for t in SIZES], dtype=torch.float64)
@@ -132,7 +132,7 @@ class LinearisedData:
         """How far apart sums over the same data in another order may be, relatively."""
         return torch.finfo(self.tangent.space.dtype).eps ** 0.5
 
-    def _pass(self) -> Iterator[tuple[LinearMap, Tensor]]:
+    def passed(self) -> Iterator[tuple[LinearMap, Tensor]]:
         """(linear map, targets) of every batch, checked; errors name the batch."""
         tangent: Any = replace(self.tangent, differentiable=False) if self.tangent.differentiable else self.tangent
         self.passes += 1

@@ -541,17 +541,28 @@ class BaseLaplace:
         is not kept, and nothing changes.
 
         `solver`: "exact" forms the exact curvature of the data, [P, P] or [N C, N C], to solve with; "structure" uses
-        this posterior's own; "auto" the exact one where that is small. `tolerance` is the relative residual, 1e-8 in
-        float64 and 1e-3 in float32; a warning says if it was not met after `max_passes` passes over the data.
+        this posterior's own; "auto" the exact one where that is small: 1024 weights, or fewer outputs than weights and
+        at most some thousands. `tolerance` is the relative residual, 1e-8 in float64 and 1e-3 in float32; a warning
+        says if it was not met after `max_passes` passes over the data.
         """
-        at_mode = self._at_mode(train_loader, solver, tolerance, max_passes)
+        at_mode = self.evidence_at_mode(train_loader, solver=solver, tolerance=tolerance, max_passes=max_passes)
         hyper = self.hyper
         with torch.inference_mode(False), torch.no_grad():
             return linear_modes.checked(at_mode.mode(hyper.base(self.space), hyper.sigma_noise, hyper.temperature))
 
-    def _at_mode(
-        self, train_loader: Iterable[Any], solver: str, tolerance: float | None, max_passes: int
+    @outside_autocast
+    def evidence_at_mode(
+        self,
+        train_loader: Iterable[Any],
+        *,
+        solver: str = "auto",
+        tolerance: float | None = None,
+        max_passes: int = linear_modes.PASSES,
     ) -> EvidenceAtMode:
+        """The evidence at the linear mode as a function of prior, noise and temperature, for searches of one's own.
+
+        Options are those of `linear_mode`. What one search computes from the data serves the next.
+        """
         self.hyper.refuse_earlier("a linear mode")
         fitted, options = self.fitted, {"solver": solver, "tolerance": tolerance, "max_passes": max_passes}
         self._check_weights(whole=True)
@@ -917,7 +928,7 @@ class BaseLaplace:
             self._check_prior(self.space, start, 0.0, groups)
             at_mode = None
             if train_loader is not None:
-                at_mode = self._at_mode(train_loader, "auto", None, max_passes)
+                at_mode = self.evidence_at_mode(train_loader, max_passes=max_passes)
             samples = whole(n_samples) if traces == "samples" else None
             with torch.inference_mode(False):
                 tuned = tuning.by_evidence(

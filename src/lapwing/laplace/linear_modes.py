@@ -17,19 +17,19 @@ from torch import Tensor
 from lapwing.errors import LapwingWarning, OptionError, ParameterError
 from lapwing.estimate.data_pass import Batches, repeated
 from lapwing.evidence import Evidence, EvidenceAtMode, LinearisedData, LinearMode
+from lapwing.evidence.function_space import KEPT, OUTPUTS
 from lapwing.laplace.fitted import Fitted
 from lapwing.laplace.hyper import HyperParameters
 from lapwing.laplace.names import choose
 from lapwing.laplace.setup import Setup
 from lapwing.laplace.structures import AnyTangent, Recipe
-from lapwing.likelihoods import Likelihood
-from lapwing.linalg import Curvature, Dense, Dual, LinearMap, Piece
+from lapwing.linalg import Dense, Dual, LinearMap, Piece
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 
 SOLVERS = ("auto", "exact", "structure")
 FEW = 1024
-"""Up to so many weights, or outputs of all data, an exact curvature is formed to solve with."""
+"""Up to so many weights, or outputs of all data with Gaussian noise, an exact curvature is formed to solve with."""
 PASSES = 1000
 """Passes over the data that a search takes at most."""
 
@@ -48,7 +48,8 @@ def evidence_at_mode(
     """The evidence of a fitted posterior at the linear mode, after one or two passes over the data of its fit.
 
     `solver` is what theta* is solved with: the posterior's own curvature ("structure"), the exact one ("exact"), which
-    costs a pass and [P, P] or [N C, N C] numbers, or the exact one where that is small ("auto").
+    costs a pass and [P, P] or [N C, N C] numbers, or the exact one where that is small ("auto"): up to `FEW` weights,
+    or, where there are fewer outputs N C than weights, what `FunctionSpace` keeps (`OUTPUTS` of them, in `KEPT` bytes).
     """
     solver = choose(solver, SOLVERS, "solver")
     if isinstance(max_passes, bool) or not isinstance(max_passes, int) or max_passes < LEAST:
@@ -58,25 +59,34 @@ def evidence_at_mode(
     likelihood, again = setup.distribution, repeated(batches)
     data = LinearisedData(tangent, likelihood, again, setup.has_noise, max_passes)
     own = setup.recipe.source in ("exact", "fisher") and type(fitted.curvature) in (Dense, Dual)
-    curvature = None if own or solver == "structure" else _exact(tangent, likelihood, again, fitted, solver)
+    by_rows = (outputs := fitted.n_data * fitted.output_shape.numel()) < tangent.space.size
+    by_rows = by_rows and isinstance(tangent, Tangent)
+    few = solver == "exact" or (outputs if by_rows else tangent.space.size) <= FEW
+    curvature, among = None, False
+    if solver != "structure" and not (own and likelihood.adds_noise):
+        among = by_rows and not (likelihood.adds_noise and few)
+        if few and not own and not among:  # sum J^T H J as a matrix or by its rows, whichever is smaller
+            curvature = Recipe("gp" if by_rows else "full")(tangent, likelihood, again, None)
     data.passes += curvature is not None
-    exact = own or curvature is not None
-    return EvidenceAtMode.of(evidence, data, fitted.n_data, solver=curvature, exact=exact, tolerance=tolerance)
+    found = EvidenceAtMode.of(
+        evidence,
+        data,
+        fitted.n_data,
+        solver=curvature,
+        exact=own or curvature is not None,
+        outputs=outputs if among else None,
+        tolerance=tolerance,
+    )
+    if among and found.functions is None and solver == "exact":
+        raise OptionError(
+            f"solver='exact' for {outputs} outputs of all data and {tangent.space.size} weights; expected at most "
+            f"{OUTPUTS} outputs, with rows and kernels of {KEPT / 2**30:.3g} GiB. Use solver='structure'."
+        )
+    return found
 
 
 LEAST = 5
 """Passes without which no mode can be found and verified."""
-
-
-def _exact(
-    tangent: AnyTangent, likelihood: Likelihood, batches: Batches, fitted: Fitted, solver: str
-) -> Curvature | None:
-    """sum J^T H J as a matrix or by its rows, whichever is smaller; None where neither is small, unless asked for."""
-    weights, rows = tangent.space.size, fitted.n_data * fitted.output_shape.numel()
-    by_rows = rows < weights and isinstance(tangent, Tangent)
-    if min(weights, rows if by_rows else weights) > FEW and solver == "auto":
-        return None
-    return Recipe("gp" if by_rows else "full")(tangent, likelihood, batches, None)
 
 
 def checked(mode: LinearMode) -> LinearMode:

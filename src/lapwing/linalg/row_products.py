@@ -19,6 +19,9 @@ from lapwing.linalg.budget import chunks
 from lapwing.linalg.layout import Cut, MatrixLayout
 from lapwing.linalg.rows import Piece
 
+TILES = 8
+"""Parts of the rows of a symmetric product; what lies above the diagonal is left out but for a tile in each."""
+
 
 @dataclass(frozen=True, eq=False)
 class Stack:
@@ -87,6 +90,20 @@ def block_cross(
             left = left * gathered[cut].flatten()
         total.addmm_(left, right.mT)
     return total
+
+
+def add_gram(total: Float[Tensor, "m m"], stack: Stack, budget: int) -> None:
+    """Adds R R^T on one block to the lower triangle of `total`, with products in its dtype."""
+    if _factored(stack, stack) and all(piece.factored for part in stack.parts for piece in part):
+        total += _factor_cross(stack, stack, budget).to(total)
+        return
+    tiles = torch.arange(stack.count).tensor_split(TILES)
+    for cut in _cuts(stack.layout, 2 * stack.count, budget):
+        columns = stack.columns(stack.layout, cut, budget).to(total)
+        for tile in tiles:
+            if len(tile):
+                rows, left = slice(int(tile[0]), int(tile[-1]) + 1), slice(0, int(tile[-1]) + 1)
+                total[rows, left].addmm_(columns[rows], columns[left].mT)
 
 
 def block_traced(

@@ -23,7 +23,7 @@ from torch import Tensor
 from lapwing.errors import CurvatureError
 from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
 from lapwing.linalg.layout import Segment, Segments, merge_segments
-from lapwing.linalg.row_products import Stack, block_cross, block_traced
+from lapwing.linalg.row_products import Stack, add_gram, block_cross, block_traced
 from lapwing.linalg.rows import DenseRows, Piece, Places, push
 
 
@@ -157,6 +157,13 @@ class RowSet:
             for part in chunks(len(rows), 3 * 8 * self.size, DEFAULT_BUDGET)
         ]
         return torch.cat(found)
+
+    def gram(self, blocks: Sequence[int], dtype: torch.dtype) -> Float[Tensor, "m m"]:
+        """R R^T in the entries of some blocks, by their numbers, with products in `dtype`."""
+        total = torch.zeros(self.count, self.count, dtype=dtype, device=self.device)
+        for number in blocks:
+            add_gram(total, self.stacks[number], DEFAULT_BUDGET)
+        return total.tril_() + total.tril(-1).mT
 
     def weighted(self, other: Sequence[Stack], weight: Float[Tensor, " params"]) -> Float[Tensor, "m other"]:
         """R diag(weight) R'^T."""
