@@ -172,7 +172,7 @@ def picture(by_seed: Figures) -> Figure:
             colour = COLOURS["data"] if arm in BASELINES else COLOURS["laplace" if "online" in arm else "sampled"]
             axis.plot(points, [row] * len(points), "o", color=colour, alpha=0.7)
         axis.axvline(0.5, color="black", lw=0.8, linestyle=":")
-        axis.set(title=score, xlabel="AUROC", xlim=(0, 1.02), yticks=range(len(ARMS)), yticklabels=ARMS)
+        axis.set(title=score, xlabel="AUROC", xlim=(-0.02, 1.02), yticks=range(len(ARMS)), yticklabels=ARMS)
         axis.grid(alpha=0.3)
     axes[0].invert_yaxis()
     return figure
