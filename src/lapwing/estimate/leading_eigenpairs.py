@@ -8,6 +8,7 @@ what is wrong in it shrinks by (l_other / l_rank) each time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from lapwing.errors import CurvatureError, DataError
 from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.data_pass import Batches, one_shot, pulled
+from lapwing.estimate.ranks import ONE, Ranks
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Dual, LowRank, RowSet
 from lapwing.linalg.checks import eigh_psd, normal
@@ -37,11 +39,13 @@ def low_rank(
     generator: torch.Generator | None = None,
     gram_rows: int = 2_000,
     passes: int = 6,
+    ranks: Ranks = ONE,
 ) -> LowRank:
     """The `rank` largest eigenpairs of sum_n J_n^T H_n J_n; fewer if it has fewer.
 
     `gram_rows` is the largest number of rows that the exact way is taken for, `passes` the number of passes over the
-    data otherwise. Monte-Carlo cotangents are drawn alike in every pass, if the loader's order is the same.
+    data otherwise. Monte-Carlo cotangents are drawn alike in every pass, if the loader's order is the same. Of several
+    `ranks` each has a shard of the data.
     """
     if rank < 1 or passes < 2:
         raise CurvatureError(f"rank is {rank} and passes {passes}; expected a rank >= 1 and at least 2 passes.")
@@ -56,6 +60,7 @@ def low_rank(
             generator=numbers,
             gram_rows=gram_rows,
             passes=passes,
+            ranks=ranks,
         )
         if not torch.equal(numbers.get_state(), torch.Generator().manual_seed(numbers.initial_seed()).get_state()):
             torch.randint(2**62, ())  # numbers were drawn: torch's own generator goes on
@@ -67,22 +72,26 @@ def low_rank(
         for batch in pulled(tangent, likelihood, batches, cotangents, generator):
             yield batch.pieces
 
-    try:
+    few: RowSet | None = None
+    with suppress(_TooManyRows):
         few = RowSet.of(size, _at_most(gram_rows, rows()))
-    except _TooManyRows:
-        if one_shot(batches):
-            raise DataError(
-                f"the data are an iterator and make more than {gram_rows} rows; expected a loader that can be gone "
-                f"through {passes} times. Give a list of batches or a DataLoader, or raise `gram_rows`."
-            ) from None
-    else:
-        return _from_gram(Dual(few), rank)
+    count = torch.tensor(gram_rows + 1 if few is None else few.count, device=tangent.space.device)
+    if int(ranks.summed(count)) <= gram_rows:
+        assert few is not None
+        whole = ranks.pooled(Dual(few))
+        assert isinstance(whole, Dual)
+        return _from_gram(whole, rank)
+    if one_shot(batches):
+        raise DataError(
+            f"the data are an iterator and make more than {gram_rows} rows; expected a loader that can be gone "
+            f"through {passes} times. Give a list of batches or a DataLoader, or raise `gram_rows`."
+        )
     like = torch.empty((), dtype=torch.float64, device=tangent.space.device)
     subspace = normal((min(rank + OVERSAMPLING, size), size), like, torch.Generator(like.device).manual_seed(0))
     basis, product = subspace.mT, subspace.mT
     for _ in range(passes):
         basis = torch.linalg.qr(product).Q
-        product = _multiplied(rows(), basis.mT).mT
+        product = ranks.summed(_multiplied(rows(), basis.mT)).mT
     # the curvature within the subspace; what it does to the rest is not known
     values, vectors = eigh_psd((basis.mT @ product + product.mT @ basis) / 2, "the curvature in the subspace")
     return LowRank.of(basis @ (vectors * values.sqrt()), rank, dtype)
