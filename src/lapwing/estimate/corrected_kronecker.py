@@ -70,7 +70,7 @@ def ekfac(
         given = {"cotangents": cotangents, "generator": generator, **options}
         found = ranks.pooled(kflr(tangent, likelihood, batches, **given))  # pyright: ignore[reportArgumentType]
         assert isinstance(found, Blocks)
-        found = ranks.decomposed(found)
+        found = ranks.decomposed(found, apart=True)
         assert isinstance(found, Blocks)
         # of several ranks, each has the exact blocks of its own shard to add
         blocks = {b.segments: _second(b) if ranks.size == 1 else _only(b, tangent) for b in found.blocks}

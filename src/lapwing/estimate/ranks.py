@@ -35,8 +35,11 @@ class Ranks(ABC):
         """
 
     @abstractmethod
-    def decomposed(self, curvature: Curvature) -> Curvature:
-        """The same curvature, with eigendecompositions that were made by one rank each and sent to the others."""
+    def decomposed(self, curvature: Curvature, apart: bool = False) -> Curvature:
+        """The same curvature, with eigendecompositions that were made by one rank each and sent to the others.
+
+        `apart` asks for those of weights without their biases as well.
+        """
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class OneProcess(Ranks):
         assert curvature is not None, "one process has data, or has raised an error"
         return curvature
 
-    def decomposed(self, curvature: Curvature) -> Curvature:
+    def decomposed(self, curvature: Curvature, apart: bool = False) -> Curvature:
         return curvature
 
 

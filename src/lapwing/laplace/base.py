@@ -30,7 +30,7 @@ from lapwing.estimate.ranks import ONE, Ranks
 from lapwing.evidence import Evidence, EvidenceAtMode, GaussianFit, LinearMode, Tuned
 from lapwing.evidence.seen import Seen
 from lapwing.laplace import linear_modes, persistence, predictions, state, tuning
-from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
+from lapwing.laplace.checkpoint import EVERY, Checkpointed, remove
 from lapwing.laplace.data import FirstInputs, Pairs, Tracked
 from lapwing.laplace.fitted import Fitted
 from lapwing.laplace.hyper import (
@@ -51,6 +51,7 @@ from lapwing.laplace.hyper import (
 from lapwing.laplace.identity import Kept
 from lapwing.laplace.names import PriorStructure, choose
 from lapwing.laplace.process_group import ProcessGroup
+from lapwing.laplace.ranks_checkpoint import RanksCheckpointed
 from lapwing.laplace.same import check_same, own_generator
 from lapwing.laplace.setup import Setup
 from lapwing.laplace.shards import group_of, seen_by_all, shard_of
@@ -592,7 +593,7 @@ class BaseLaplace:
         file, the sum so far is kept there after every `checkpoint_every` batches; called again in the same way, also in
         another process, the fit goes on from it. The loader must give the same batches in the same order.
         """
-        group, named = group_of(train_loader, process_group), process_group is not None
+        group, named = group_of(train_loader, process_group, self._device), process_group is not None
         with nullcontext() if group is None else group.together():
             fitted, tangent, few = self._fit(
                 train_loader, override, progress_bar, generator, checkpoint, checkpoint_every, group, named
@@ -601,7 +602,7 @@ class BaseLaplace:
             self._bind(tangent)
             self._fitted, self._posterior, self._kept = fitted, None, Kept.of(self.model)
             self._few, self.tuned = few, None
-        if checkpoint is not None:
+        if checkpoint is not None and (group is None or group.rank == 0):
             remove(checkpoint)
 
     def _fit(
@@ -620,28 +621,31 @@ class BaseLaplace:
             self._check_weights(whole=True)
         shown = progress_bar and (group is None or group.rank == 0)
         loader = Tracked(train_loader, "curvature") if shown else train_loader
-        batches: Iterable[Any] = Pairs(loader, self.dict_key_y, self._whole.device, shard=group is not None)
+        sampled = FirstInputs(Pairs(loader, self.dict_key_y, self._whole.device, shard=group is not None))
         shard = None
         if group is not None:
             self._check_ranks(group)
-            batches = shard = shard_of(batches, train_loader, group, named)
-        sampled = FirstInputs(self._data(batches))
-        pairs, tangent = self._tangent_for(sampled)
+            shard = shard_of(sampled, train_loader, group, named)
+        pairs, tangent = self._tangent_for(self._data(sampled if shard is None else shard))
         ranks: Ranks = ONE
         if group is not None:
             ranks = group
             check_same(group, self.setup, self.hyper, tangent.space, None if override else self._fitted)
-            if self.recipe.source in RANDOM:
+            if self.recipe.source in RANDOM and checkpoint is None:
                 generator = own_generator(generator, group.rank, tangent.space.device)
         seen = Seen(self.has_noise)
+        added_to = None if override or self._fitted is None else self._fitted.curvature
         if checkpoint is None:
             watched = seen.watching(pairs)
-            added_to = None if override or self._fitted is None else self._fitted.curvature
             curvature = self.recipe(tangent, self.distribution, watched, generator, added_to, ranks)
+            if group is not None and shard is not None:
+                seen = seen_by_all(seen, shard, group)
         else:
-            curvature = checkpointed(self.setup, tangent, pairs, seen, generator, checkpoint, checkpoint_every)
-        if group is not None and shard is not None:
-            seen_by_all(seen, shard, group)
+            kept = Checkpointed(self.setup, tangent, seen, generator, checkpoint, checkpoint_every)
+            if group is None or shard is None:
+                curvature = kept.run(pairs, added_to)
+            else:
+                curvature, seen = RanksCheckpointed(kept, group, shard).run(added_to)
         assert seen.shape is not None
         mean = tangent.space.values(self.model)
         fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape, seen.fingerprint)

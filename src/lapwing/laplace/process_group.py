@@ -36,9 +36,13 @@ BUCKET = 2**25
 
 @dataclass(eq=False)
 class ProcessGroup(Ranks):
-    """The ranks of a group, seen from one of them; `over` once an error has been told, or heard of."""
+    """The ranks of a group, seen from one of them; `over` once an error has been told, or heard of.
+
+    `device` is where the network is.
+    """
 
     group: dist.ProcessGroup
+    device: torch.device
     over: bool = False
 
     @property
@@ -150,8 +154,8 @@ class ProcessGroup(Ranks):
     def _flat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts)).to(self._device(parts[0].device))
 
-    def sent(self, value: Any, source: int, like: Tensor) -> Any:
-        """The object of rank `source`, of what `serialize` knows, on all ranks; on the device of `like`."""
+    def sent(self, value: Any, source: int) -> Any:
+        """The object of rank `source`, of what `serialize` knows, on all ranks."""
         mine, text = self.rank == source, ""
         tensors: dict[str, Tensor] = {}
         if mine:
@@ -162,7 +166,7 @@ class ProcessGroup(Ranks):
         facts = json.loads(self.agreed("sending a curvature", text)[source])
         if not mine:
             for name, (shape, dtype) in facts["shapes"].items():
-                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
         for buffer, parts in self._buckets(list(tensors.values())):
             with self._talking("sending a curvature"):
                 dist.broadcast(buffer, dist.get_global_rank(self.group, source), group=self.group)
@@ -187,14 +191,13 @@ class ProcessGroup(Ranks):
             raise RanksError("no rank has data; expected at least one batch. Check the datasets and drop_last.")
         total: Curvature | None = None
         for rank in holders:
-            like = torch.empty(()) if curvature is None else curvature.diagonal()
-            part = self.sent(curvature, rank, like)
+            part = self.sent(curvature, rank)
             total = part if total is None else total.pooled(part)
         assert total is not None
         return total
 
-    def decomposed(self, curvature: Curvature) -> Curvature:
-        jobs = [job for part in _parts(curvature) for job in _decompositions(part)]
+    def decomposed(self, curvature: Curvature, apart: bool = False) -> Curvature:
+        jobs = [job for part in _parts(curvature) for job in _decompositions(part, apart)]
         owners: list[list[int]] = [[] for _ in range(self.size)]
         load = [0] * self.size
         for number in sorted(range(len(jobs)), key=lambda n: -jobs[n].cost):
@@ -204,7 +207,7 @@ class ProcessGroup(Ranks):
         mine = tuple(getattr(jobs[number].part, jobs[number].name) for number in owners[self.rank])
         for rank, numbers in enumerate(owners):
             if numbers:
-                found = self.sent(mine, rank, jobs[numbers[0]].like)
+                found = self.sent(mine, rank)
                 for number, value in zip(numbers, found, strict=True):
                     vars(jobs[number].part)[jobs[number].name] = value
         return curvature
@@ -217,22 +220,22 @@ class _Decomposition:
     part: Kronecker | Dense
     name: str
     cost: int
-    like: Tensor
 
 
 def _parts(curvature: Curvature) -> list[Curvature]:
     return [block.curvature for block in curvature.blocks] if isinstance(curvature, Blocks) else [curvature]
 
 
-def _decompositions(part: Curvature) -> list[_Decomposition]:
-    """Those that a prior, the same for all parameters of a block, will ask for."""
+def _decompositions(part: Curvature, apart: bool) -> list[_Decomposition]:
+    """Those that a prior will ask for which is the same for a weight and its bias, and (`apart`) of each alone."""
     if isinstance(part, Kronecker) and not part.factored_damping:
         rows, width = part.layout.rows, part.layout.width
-        columns = "_eigen_joint" if part.joint_bias else "_eigen_separate"
-        sides = (("eigen_rows", rows), (columns, width))
-        return [_Decomposition(part, name, part.layout.groups * side**3, part.like) for name, side in sides]
+        sides = [("eigen_rows", rows)]
+        sides += [("_eigen_joint", width)] if part.joint_bias else []
+        sides += [("_eigen_separate", width)] if apart or not part.joint_bias else []
+        return [_Decomposition(part, name, part.layout.groups * side**3) for name, side in sides]
     if isinstance(part, Dense) and part.size <= LARGE:
-        return [_Decomposition(part, "eigen", part.size**3, part.matrix)]
+        return [_Decomposition(part, "eigen", part.size**3)]
     return []
 
 

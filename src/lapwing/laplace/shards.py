@@ -9,7 +9,7 @@ of all other ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from lapwing.laplace.sampler import sampler_of
 from lapwing.tangent.inputs import batch_size, map_tensors, tensors
 
 
-def group_of(loader: Iterable[Any], group: dist.ProcessGroup | None) -> ProcessGroup | None:
+def group_of(loader: Iterable[Any], group: dist.ProcessGroup | None, device: torch.device) -> ProcessGroup | None:
     """The ranks that fit together: those of the group, or of all processes where the loader has a shard."""
     sampler = sampler_of(loader)
     if group is None and sampler is None:
@@ -47,7 +47,7 @@ def group_of(loader: Iterable[Any], group: dist.ProcessGroup | None) -> ProcessG
             f"process_group is {group!r}, which this process is not in; expected a group of its own. Call fit on the "
             "ranks of the group alone."
         )
-    found = ProcessGroup(group)
+    found = ProcessGroup(group, device)
     if sampler is not None and (sampler.num_replicas, sampler.rank) != (found.size, found.rank):
         raise DataError(
             f"the sampler has shard {sampler.rank} of {sampler.num_replicas}, and this process is rank {found.rank} of "
@@ -78,16 +78,16 @@ class Shard(Wrapped):
         at, self.print = 0, 0
         for batch in self.batches:
             if self.counted is None:
-                self.print = _added(self.print, batch)
+                self.print = added_print(self.print, batch)
                 yield batch
                 continue
-            rows = self._rows(batch, at)
+            rows = self.rows(batch, at)
             at += rows
             kept = kept_rows(batch, self.counted[at - rows : at])
             if kept is not None:
                 yield kept
 
-    def _rows(self, batch: Any, at: int) -> int:
+    def rows(self, batch: Any, at: int) -> int:
         """How many data points a batch has, which are as many as it has indices."""
         assert self.counted is not None
         assert self.size is not None
@@ -122,7 +122,7 @@ def shard_of(batches: Batches, loader: Iterable[Any], ranks: ProcessGroup, named
             "one shard, and name the group: fit(loader, process_group=torch.distributed.group.WORLD)."
         )
     mine = torch.tensor(list(sampler), dtype=torch.int64)
-    every = _gathered(mine, ranks)
+    every = _gathered(mine, inner.batch_size, ranks)
     # place by place and rank by rank: the sampler's own order, for any number of ranks; what comes again is padding
     order = every.T.flatten().numpy()
     firsts = np.sort(np.unique(order, return_index=True)[1])
@@ -144,40 +144,63 @@ def shard_of(batches: Batches, loader: Iterable[Any], ranks: ProcessGroup, named
     return shard
 
 
-def _gathered(mine: Tensor, ranks: ProcessGroup) -> Tensor:
+def _gathered(mine: Tensor, batch: int, ranks: ProcessGroup) -> Tensor:
     """The indices of all ranks, [ranks, L]."""
-    lengths = ranks.agreed("comparing samplers", len(mine))
-    if len(set(lengths)) > 1:
+    said = ranks.agreed("comparing samplers", [len(mine), batch])
+    if any(each != said[0] for each in said):
         raise DataError(
-            f"the samplers of the ranks have {lengths} points; expected one data set and one sampler. Check drop_last "
-            "and the data set of each rank."
+            f"the ranks have {[each[0] for each in said]} points in batches of {[each[1] for each in said]}; expected "
+            "the same on all of them. Check drop_last, batch_size and the data set of each rank."
         )
     every = torch.zeros(ranks.size, len(mine), dtype=torch.int64)
     every[ranks.rank] = mine
     return ranks.summed(every)
 
 
-def _added(total: int, batch: Any) -> int:
+def added_print(total: int, batch: Any) -> int:
     """A hash of data points, whatever their order and batches, with those of one more batch."""
     size = batch_size(batch)
     rows = [t.reshape(size, -1).double() for t in tensors(batch) if t.dim() and len(t) == size]
-    found = total + int(fingerprint(torch.cat(rows, dim=1)))
-    return (found + 2**63) % 2**64 - 2**63
+    return wrapped_sum((total, int(fingerprint(torch.cat(rows, dim=1)))))
 
 
-def seen_by_all(seen: Seen, shard: Shard, ranks: ProcessGroup) -> None:
-    """What all ranks have seen, in the place of what this one has; two that have seen the same data are refused."""
-    assert isinstance(seen.total, Tensor)
-    own = {
+def wrapped_sum(values: Iterable[int]) -> int:
+    """Modulo 2^64, as hashes of data points add."""
+    return (sum(values) + 2**63) % 2**64 - 2**63
+
+
+def facts_of(seen: Seen) -> dict[str, Any]:
+    """What was seen, as plain values."""
+    return {
         "points": seen.points,
         "targets": seen.targets,
         "total": float(seen.total),
         "shape": None if seen.shape is None else list(seen.shape),
         "prints": seen.fingerprint,
-        "data": shard.print if shard.counted is None else None,
     }
+
+
+def total_of(facts: Iterable[dict[str, Any] | None], like: Seen) -> Seen:
+    """What was seen altogether; None stands for nothing."""
+    said = [each for each in facts if each is not None]
+    prints = [each["prints"] for each in said]
+    shapes = [each["shape"] for each in said if each["shape"] is not None]
+    device = like.total.device if isinstance(like.total, Tensor) else None
+    return replace(
+        like,
+        points=sum(each["points"] for each in said),
+        targets=sum(each["targets"] for each in said),
+        total=torch.tensor(sum(each["total"] for each in said), dtype=torch.float64, device=device),
+        shape=torch.Size(shapes[0]) if shapes else None,
+        prints=None if None in prints else wrapped_sum(prints),
+    )
+
+
+def seen_by_all(seen: Seen, shard: Shard, ranks: ProcessGroup) -> Seen:
+    """What all ranks have seen; two that have seen the same data are refused."""
+    own = [facts_of(seen), shard.print if shard.counted is None else None]
     said = ranks.agreed("adding up what was seen", own)
-    data = [(each["points"], each["data"]) for each in said if each["data"] is not None]
+    data = [(facts["points"], found) for facts, found in said if found is not None]
     twice = [rank for rank, each in enumerate(data) if data.count(each) > 1]
     if twice:
         raise DataError(
@@ -185,9 +208,4 @@ def seen_by_all(seen: Seen, shard: Shard, ranks: ProcessGroup) -> None:
             "Use DataLoader(dataset, sampler=DistributedSampler(dataset)), or leave process_group out: every rank then "
             "fits all of its data on its own."
         )
-    shapes = [each["shape"] for each in said if each["shape"] is not None]
-    seen.points, seen.targets = sum(each["points"] for each in said), sum(each["targets"] for each in said)
-    seen.total = torch.tensor(sum(each["total"] for each in said), dtype=torch.float64, device=seen.total.device)
-    seen.shape = torch.Size(shapes[0])
-    prints = [each["prints"] for each in said]
-    seen.prints = None if None in prints else (sum(prints) + 2**63) % 2**64 - 2**63
+    return total_of([facts for facts, _ in said], seen)

@@ -13,7 +13,7 @@ Strings end here: below this module an estimator is a function.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -46,6 +46,7 @@ class Structure:
     over the data; `closed` does the same for a last layer in closed form, `recursive` by propagated expectations, and
     `hessian` is what `estimate.hessian` calls the structure. `continued` gives the estimator's options where data are
     added to a curvature. `not_additive` names what of the curvatures of two data sets does not add up, if anything.
+    `basis` names the structure whose first pass it continues.
     An estimator that `takes_ranks` asks for sums over processes itself; of others the results are pooled.
     `one_process` says why no shards of the data can be fitted, if they cannot.
     `parts_of_tensors` says whether a sub-network may have some entries of a tensor and not others.
@@ -63,6 +64,7 @@ class Structure:
     hessian: str | None = None
     continued: Callable[[Options, Curvature], Options] | None = None
     not_additive: str = ""
+    basis: str = ""
     takes_ranks: bool = False
     one_process: str = ""
     per_entry_prior: bool = True
@@ -120,6 +122,7 @@ for _row in (
         continued=lambda _, before: {"basis": before},
         subsets=("all", "subnetwork"),
         not_additive="eigenbases",
+        basis="kron",
         takes_ranks=True,
         per_entry_prior=False,
         parts_of_tensors=False,
@@ -231,6 +234,11 @@ class Recipe:
     @property
     def row(self) -> Structure:
         return STRUCTURES[self.structure]
+
+    @property
+    def stages(self) -> list[Recipe]:
+        """The passes over the data, each of which adds up: one, or with a `basis` that and one in it (`added_to`)."""
+        return [replace(self, structure=self.row.basis), self] if self.row.basis else [self]
 
     def __post_init__(self) -> None:
         choose(self.source, SOURCES, "estimator")
