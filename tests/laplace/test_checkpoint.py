@@ -82,7 +82,7 @@ def assert_same(a: BaseLaplace, b: BaseLaplace) -> None:
 
 
 adding = pytest.mark.parametrize(
-    ("subset", "structure"), [key for key in CLASSES if key[1] not in ("lowrank", "ekfac", "matrix_free")]
+    ("subset", "structure"), [key for key in CLASSES if key[1] not in ("lowrank", "matrix_free")]
 )
 
 
@@ -410,8 +410,6 @@ def test_what_cannot_be_checkpointed_says_so(tmp_path: Path) -> None:
     path = tmp_path / "c"
     with pytest.raises(OptionError, match="'lowrank' curvature cannot"):
         made("all", "lowrank", rank=3).fit(never(), checkpoint=path)
-    with pytest.raises(OptionError, match="'ekfac' curvature cannot"):
-        made("all", "ekfac").fit(never(), checkpoint=path)
     for source in ("mc", "projection"):
         with pytest.raises(OptionError, match="has no generator"):
             made(estimator=source).fit(never(), checkpoint=path)

@@ -91,7 +91,9 @@ class ProcessGroup(Ranks):
         """The text of every rank."""
         with self._talking(place):
             if dist.get_backend(self.group) == "gloo":  # names the ranks that do not come
-                dist.monitored_barrier(self.group, wait_all_ranks=True)
+                # left to itself it waits for half an hour, whatever the timeout of the group is
+                timeout = self.group._get_backend(torch.device("cpu")).options._timeout
+                dist.monitored_barrier(self.group, timeout, wait_all_ranks=True)
             device = self._device(torch.device("cpu"))
             data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
             sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(self.size)]
@@ -111,7 +113,7 @@ class ProcessGroup(Ranks):
             self.over = True
             raise RanksError(
                 f"rank {self.rank} of {self.size} got no answer from another rank while {place}; expected all of them. "
-                f"torch says: {error} Look at what the others wrote last: one was killed, failed elsewhere, or is "
+                f"torch says: '{error}'. Look at what the others wrote last: one was killed, failed elsewhere, or is "
                 "slower than the timeout of the group (init_process_group(timeout=...)). Start all ranks again; with "
                 "fit(..., checkpoint=path) they go on from the last file."
             ) from error
