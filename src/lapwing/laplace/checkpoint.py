@@ -3,7 +3,7 @@
 After every segment one file holds the sum, what was seen, the number of batches, the generator's state and a running
 hash of the batches: memory and disk O(curvature). Started again with the same path, a fit draws the batches that are in
 the sum, checks that they are the same, and goes on; its result is bit for bit that of a fit which was not interrupted,
-on the same machine. The file is removed in the end. ekfac is two such passes: that of its basis, and one in it.
+on the same machine. The file is removed in the end. Structures with several passes have sums for each (`stages`).
 
 The loader must give the same batches in the same order every time: a DataLoader with `shuffle=False`, or with
 `generator=torch.Generator().manual_seed(0)` made anew for every attempt.
@@ -23,17 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import CurvatureError, DataError, LapwingError, OptionError, StorageError
-from lapwing.estimate.data_pass import Watched, no_batch, repeated
+from lapwing.estimate.data_pass import Watched, no_batch, one_shot, repeated
 from lapwing.estimate.dual_rows import LIMIT
 from lapwing.evidence.seen import Seen
 from lapwing.laplace.descriptions import code_of, text
 from lapwing.laplace.identity import difference, further, structure
 from lapwing.laplace.persistence import described
 from lapwing.laplace.setup import Setup
-from lapwing.laplace.structures import RANDOM, AnyTangent, Recipe
+from lapwing.laplace.stages import SEVERAL, InBasis, Iterated, Stage, stage_of
+from lapwing.laplace.structures import RANDOM, AnyTangent
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Dual, Independent
-from lapwing.serialize import KINDS, pack, read, unpack, write
+from lapwing.linalg.addends import Sum
+from lapwing.serialize import KINDS, compact, pack, read, unpack, write
 from lapwing.serialize.files import AnyPath, check_writable, sha256
 from lapwing.tangent.features import FeatureTangent
 
@@ -44,23 +46,15 @@ _NONE = object()
 
 @dataclass
 class SumSoFar:
-    """How far a pass has come: the sum of curvatures, and the number and the running hash of the batches in it.
+    """How far a pass has come: the sum of its parts, and the number and the running hash of the batches in it."""
 
-    `basis` is what the pass before has found, or the curvature that this one will be added to.
-    """
-
-    basis: Curvature | None = None
-    total: Curvature | None = None
+    total: Sum | None = None
     batches: int = 0
     data: str = ""
 
-    @property
-    def base(self) -> Curvature | None:
-        """What the next part will be added to, or made in the basis of."""
-        return self.basis if self.total is None else self.total
-
-    def add(self, part: Curvature) -> None:
-        self.total = part if self.total is None else self.total.pooled(part)
+    def add(self, part: Any) -> None:
+        """Laid out as from a file, so that what is made of it rounds in the same way."""
+        self.total = compact(part if self.total is None else self.total.pooled(part))
 
     def draw(self, batch: Any) -> Any:
         """The batch, counted and hashed."""
@@ -86,11 +80,6 @@ class Checkpointed:
     def same(self) -> dict[str, Any]:
         return identity(self.setup, self.tangent, self.generator, self.every)
 
-    def stages(self, before: Curvature | None) -> list[tuple[int, Recipe]]:
-        """The passes by their number; data that are added to others (`before`) have the basis of those."""
-        found = list(enumerate(self.setup.recipe.stages))
-        return found if before is None else found[-1:]
-
     def run(self, pairs: Iterable[Any], before: Curvature | None = None) -> Curvature:
         """The curvature of all batches; goes on where the file ends, if there is one.
 
@@ -98,53 +87,52 @@ class Checkpointed:
         """
         path, same = check_writable(self.path), self.same
         saved = stored(path, same, self.setup.model) if path.exists() else None
-        stages, found = self.stages(before), before
-        pairs = repeated(pairs) if len(stages) > 1 else pairs
-        for stage, recipe in stages:
-            at = stage if saved is None else saved.get("stage", 0)
-            if at <= stage:
-                found = self._passed(stage, recipe, pairs, found, saved if at == stage else None, path, same)
-                saved = None
-        assert found is not None
-        return found
+        stage = stage_of(self.setup.recipe, before, None if saved is None else saved.get("stage", 0))
+        pairs = repeated(pairs) if isinstance(stage, InBasis) and stage.number == 0 else pairs
+        while True:
+            total = self._passed(stage, pairs, saved, path, same)
+            following, saved = stage.following(total, self.tangent), None
+            if following is None:
+                return stage.result(total, self.tangent)
+            if one_shot(pairs):
+                repeated(pairs)  # refuses them
+            stage = following
 
     def _passed(
         self,
-        stage: int,
-        recipe: Recipe,
+        stage: Stage,
         pairs: Iterable[Any],
-        basis: Curvature | None,
         saved: dict[str, Any] | None,
         path: Path,
         same: dict[str, Any],
-    ) -> Curvature:
+    ) -> Sum:
         """One pass, in segments; `saved` is the file, if it is of this pass."""
-        batches, progress = iter(pairs), SumSoFar(basis)
+        batches, progress = iter(pairs), SumSoFar()
         self.seen.start()
+        if stage.number and isinstance(stage, Iterated) and self.generator is not None:
+            self.generator.manual_seed(self.generator.initial_seed())  # the same draws in every pass
         if saved is not None:
             _skip(batches, progress, saved["batches"], saved["data"], path)
             progress.total = resumed(saved, self.seen, self.generator, self.tangent.space.device, path)
-        while (first := next(batches, _NONE)) is not _NONE:
+        while not stage.ended(progress.total) and (first := next(batches, _NONE)) is not _NONE:
             start = progress.batches
             segment = map(progress.draw, chain([first], islice(batches, self.every - 1)))
             try:
-                progress.add(self.part(recipe, segment, self.generator, progress.base))
+                progress.add(self.part(stage, segment, self.generator, progress.total))
             except LapwingError as error:
                 raise type(error)(f"from batch {start} on, counted from there: {error}") from error
             assert progress.total is not None
             check_rows(self.setup, progress.total)
-            counted = {"stage": stage, "batches": progress.batches, "data": progress.data}
+            counted = {"stage": stage.number, "batches": progress.batches, "data": progress.data}
             save(path, same, counted, progress.total, self.seen, self.generator)
         if progress.total is None:
             raise no_batch()
         return progress.total
 
-    def part(
-        self, recipe: Recipe, segment: Iterable[Any], generator: torch.Generator | None, base: Curvature | None
-    ) -> Curvature:
-        """The curvature of some of the batches."""
+    def part(self, stage: Stage, segment: Iterable[Any], generator: torch.Generator | None, total: Sum | None) -> Sum:
+        """The sum over some of the batches."""
         watched = Watched(segment, _nothing, self.seen.saw)
-        return recipe(self.tangent, self.setup.distribution, watched, generator, base)
+        return stage.part(self.tangent, self.setup.distribution, watched, generator, total)
 
 
 def remove(path: AnyPath) -> None:
@@ -223,14 +211,14 @@ def _check(setup: Setup, generator: torch.Generator | None, every: int) -> None:
     if not setup.recipe.row.stored:
         raise OptionError(
             f"a {setup.recipe.structure!r} posterior cannot be fitted with a checkpoint: it keeps no numbers "
-            "that a file could hold. Expected another structure: 'kron', 'ekfac', 'diag', 'blocks', 'full' or 'gp'. "
-            "Leave checkpoint out."
+            "that a file could hold. Expected another structure: 'kron', 'ekfac', 'diag', 'blocks', 'full', 'lowrank' "
+            "or 'gp'. Leave checkpoint out."
         )
-    if (what := setup.recipe.row.not_additive) and not setup.recipe.row.basis:
+    if (what := setup.recipe.row.not_additive) and setup.recipe.structure not in SEVERAL:
         raise OptionError(
             f"a {setup.recipe.structure!r} curvature cannot be fitted with a checkpoint: the {what} of parts do not "
-            "add up to those of the whole. Expected another structure: 'kron', 'ekfac', 'diag', 'blocks', 'full' or "
-            "'gp'."
+            "add up to those of the whole. Expected another structure: 'kron', 'ekfac', 'diag', 'blocks', 'full', "
+            "'lowrank' or 'gp'."
         )
     if setup.recipe.source == "recursive":
         raise OptionError(
@@ -244,10 +232,10 @@ def _check(setup: Setup, generator: torch.Generator | None, every: int) -> None:
         )
 
 
-def check_rows(setup: Setup, total: Curvature) -> None:
+def check_rows(setup: Setup, total: Sum) -> None:
     """The limit on rows is one of the whole, and each segment knows only its own."""
     limit = setup.recipe.options.get("limit", LIMIT)
-    if not isinstance(total, (Dual, Independent)) or total.entries <= limit**2:
+    if setup.recipe.structure in SEVERAL or not isinstance(total, (Dual, Independent)) or total.entries <= limit**2:
         return
     if isinstance(total, Dual):
         what = f"{total.rows.count} rows; expected at most {limit}"
@@ -265,7 +253,7 @@ def save(
     path: Path,
     same: dict[str, Any],
     counted: dict[str, Any],
-    total: Curvature,
+    total: Sum,
     seen: Seen,
     generator: torch.Generator | None,
     kind: str = "checkpoint",
@@ -346,13 +334,13 @@ def _skip(batches: Iterator[Any], progress: SumSoFar, count: int, data: str, pat
 
 def resumed(
     saved: dict[str, Any], seen: Seen, generator: torch.Generator | None, device: torch.device, path: Path
-) -> Curvature:
+) -> Sum:
     """The sum so far; what was seen and the generator's state are put back."""
     try:
         tensors: dict[str, Tensor] = saved["tensors"]
         parts = {n.removeprefix("sum."): t.to(device) for n, t in tensors.items() if n.startswith("sum.")}
         total, facts = unpack(saved["structure"], parts), saved["seen"]
-        if not isinstance(total, Curvature):
+        if not isinstance(total, Sum):
             raise StorageError(f"the checkpoint {path} holds no curvature; expected one. Delete it to begin anew.")
         seen.points, seen.targets, seen.shape = facts["points"], facts["targets"], torch.Size(facts["shape"])
         seen.total, seen.prints = tensors["seen"].to(device), saved.get("fingerprint")

@@ -26,7 +26,7 @@ from torch import Tensor
 from lapwing.errors import LapwingError, RanksError
 from lapwing.estimate.ranks import Ranks
 from lapwing.linalg import Blocks, Curvature, Dense, Kronecker
-from lapwing.linalg.addends import with_addends
+from lapwing.linalg.addends import Sum, with_addends
 from lapwing.linalg.dense import LARGE
 from lapwing.serialize import pack, unpack
 
@@ -179,7 +179,7 @@ class ProcessGroup(Ranks):
 
     # -- curvatures --------------------------------------------------------------------------------------------------
 
-    def pooled(self, curvature: Curvature | None) -> Curvature:
+    def pooled(self, curvature: Sum | None) -> Sum:
         said = self.agreed("adding up curvatures", None if curvature is None else _form(curvature))
         if curvature is not None and said[0] is not None and said.count(said[0]) == self.size:
             addends: list[Tensor] = []
@@ -191,7 +191,7 @@ class ProcessGroup(Ranks):
         holders = [rank for rank, has in enumerate(self.agreed("finding data", curvature is not None)) if has]
         if not holders:
             raise RanksError("no rank has data; expected at least one batch. Check the datasets and drop_last.")
-        total: Curvature | None = None
+        total: Any = None
         for rank in holders:
             part = self.sent(curvature, rank)
             total = part if total is None else total.pooled(part)
@@ -241,7 +241,7 @@ def _decompositions(part: Curvature, apart: bool) -> list[_Decomposition]:
     return []
 
 
-def _form(curvature: Curvature) -> str | None:
+def _form(curvature: Sum) -> str | None:
     """All of a curvature but the numbers that add, as text; None where it is no sum of numbers."""
     found = with_addends(curvature, lambda tensor: tensor.new_zeros(()).expand(tensor.shape))
     if found is None:

@@ -21,8 +21,10 @@ from lapwing.evidence.seen import Seen
 from lapwing.laplace.checkpoint import Checkpointed, SumSoFar, check_rows, resumed, save, stored
 from lapwing.laplace.process_group import ProcessGroup
 from lapwing.laplace.shards import Shard, added_print, facts_of, kept_rows, total_of, wrapped_sum
-from lapwing.laplace.structures import RANDOM, Recipe
+from lapwing.laplace.stages import InBasis, Iterated, Stage, stage_of
+from lapwing.laplace.structures import RANDOM
 from lapwing.linalg import Curvature
+from lapwing.linalg.addends import Sum
 from lapwing.serialize.files import check_writable
 
 KIND = "checkpoint of ranks"
@@ -36,7 +38,7 @@ class _Begun:
     stage: int = 0
     points: int = 0
     print: int = 0
-    total: Curvature | None = None
+    total: Sum | None = None
     seen: dict[str, Any] | None = None
 
 
@@ -98,14 +100,19 @@ class RanksCheckpointed:
         """The curvature of the data of all ranks, and what they have seen."""
         if one_shot(self.shard):
             raise OptionError("the data are an iterator; expected a DataLoader, which another attempt can begin anew.")
-        begun, found, seen = self._begun(), before, self.fit.seen
-        for stage, recipe in self.fit.stages(before):
-            if begun.stage <= stage:
-                begun = begun if begun.stage == stage else _Begun(stage)
-                found, seen = self._passed(recipe, found, begun)
-                begun = _Begun(stage + 1)
-        assert found is not None
-        return found, seen
+        begun = self._begun()
+        stage = stage_of(self.fit.setup.recipe, before, None if begun.seen is None else begun.stage)
+        if isinstance(stage, Iterated) and self.fit.setup.recipe.source in RANDOM:
+            raise OptionError(
+                "lowrank with a random estimator and a checkpoint was asked of several ranks, whose passes would have "
+                "different draws after another start; expected estimator='exact', or no checkpoint."
+            )
+        while True:
+            total, seen = self._passed(stage, begun)
+            following = stage.following(total, self.fit.tangent)
+            if following is None:
+                return stage.result(total, self.fit.tangent), seen
+            stage, begun = following, _Begun()
 
     def _begun(self) -> _Begun:
         """What rank 0 has read, on all ranks."""
@@ -124,19 +131,21 @@ class RanksCheckpointed:
             total = self.ranks.sent(found.total, 0)
         return _Begun(*word[:3], total, word[3])
 
-    def _passed(self, recipe: Recipe, basis: Curvature | None, begun: _Begun) -> tuple[Curvature, Seen]:
+    def _passed(self, stage: Stage, begun: _Begun) -> tuple[Sum, Seen]:
         """One pass, round by round."""
         fit, ranks = self.fit, self.ranks
         fit.seen.start()
-        basis = basis if basis is None or recipe.row.basis == "" else ranks.decomposed(basis, apart=True)
-        rounds, progress = _Rounds(self.shard, begun, fit.every), SumSoFar(basis, begun.total)
+        if isinstance(stage, InBasis) and isinstance(stage.base, Curvature):
+            ranks.decomposed(stage.base, apart=True)
+        rounds, progress = _Rounds(self.shard, begun, fit.every), SumSoFar(begun.total)
         checked = not begun.points
-        while any(ranks.agreed("going on with the fit", rounds.more)):
+        while any(ranks.agreed("going on with the fit", rounds.more)) and not stage.ended(progress.total):
             segment = rounds.round()
             first = next(segment, _NONE)
             part = None
             if first is not _NONE:
-                part = fit.part(recipe, chain([first], segment), self._generator(begun, rounds), progress.base)
+                numbers = self._generator(stage, begun, rounds)
+                part = fit.part(stage, chain([first], segment), numbers, progress.total)
             word = [rounds.left_out, rounds.taken, part is not None, facts_of(fit.seen), rounds.points]
             said = ranks.agreed("counting data", word)
             out, taken = (wrapped_sum(each[i] for each in said) for i in (0, 1))
@@ -151,9 +160,9 @@ class RanksCheckpointed:
             check_rows(fit.setup, progress.total)
             seen = total_of([begun.seen, *(each[3] for each in said)], fit.seen)
             if ranks.rank == 0:
-                counted = {"stage": begun.stage, "points": points, "print": wrapped_sum((out, taken))}
+                counted = {"stage": stage.number, "points": points, "print": wrapped_sum((out, taken))}
                 save(check_writable(fit.path), fit.same, counted, progress.total, seen, None, KIND)
-        if not checked:
+        if not checked and not stage.ended(begun.total):
             self._check(None, begun)
         assert progress.total is not None, "every rank has data"
         said = ranks.agreed("adding up what was seen", facts_of(fit.seen))
@@ -167,12 +176,12 @@ class RanksCheckpointed:
                 "file to begin anew."
             )
 
-    def _generator(self, begun: _Begun, rounds: _Rounds) -> torch.Generator | None:
+    def _generator(self, stage: Stage, begun: _Begun, rounds: _Rounds) -> torch.Generator | None:
         """Numbers of its own for every rank and round."""
         given = self.fit.generator
         if given is None or self.fit.setup.recipe.source not in RANDOM:
             return given
         mixed = given.initial_seed()
-        for each in (self.ranks.rank, begun.stage, begun.points, rounds.at):
+        for each in (self.ranks.rank, stage.number, begun.points, rounds.at):
             mixed = (mixed * 0x5851F42D4C957F2D + each + 0x14057B7EF767814F) % 2**63
         return torch.Generator(given.device).manual_seed(mixed)

@@ -13,7 +13,7 @@ Strings end here: below this module an estimator is a function.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from lapwing import estimate, linalg, serialize
 from lapwing.errors import OptionError
 from lapwing.estimate import last_layer, naming
-from lapwing.estimate.cotangents import DISTRIBUTIONS
+from lapwing.estimate.cotangents import DISTRIBUTIONS, Cotangents
 from lapwing.estimate.data_pass import Batches
 from lapwing.estimate.ranks import ONE, Ranks
 from lapwing.laplace.names import OnUnsupported, check_options, choose
@@ -46,7 +46,6 @@ class Structure:
     over the data; `closed` does the same for a last layer in closed form, `recursive` by propagated expectations, and
     `hessian` is what `estimate.hessian` calls the structure. `continued` gives the estimator's options where data are
     added to a curvature. `not_additive` names what of the curvatures of two data sets does not add up, if anything.
-    `basis` names the structure whose first pass it continues.
     An estimator that `takes_ranks` asks for sums over processes itself; of others the results are pooled.
     `one_process` says why no shards of the data can be fitted, if they cannot.
     `parts_of_tensors` says whether a sub-network may have some entries of a tensor and not others.
@@ -64,7 +63,6 @@ class Structure:
     hessian: str | None = None
     continued: Callable[[Options, Curvature], Options] | None = None
     not_additive: str = ""
-    basis: str = ""
     takes_ranks: bool = False
     one_process: str = ""
     per_entry_prior: bool = True
@@ -122,7 +120,6 @@ for _row in (
         continued=lambda _, before: {"basis": before},
         subsets=("all", "subnetwork"),
         not_additive="eigenbases",
-        basis="kron",
         takes_ranks=True,
         per_entry_prior=False,
         parts_of_tensors=False,
@@ -159,7 +156,7 @@ for _row in (
         "LowRank",
         "the leading eigenvectors of the whole matrix",
         estimate.low_rank,
-        (linalg.LowRank,),
+        (linalg.LowRank, linalg.Subspace, linalg.Dual, linalg.RowSet),
         options=("rank",),
         subsets=("all", "subnetwork"),
         not_additive="leading eigenvectors",
@@ -236,9 +233,9 @@ class Recipe:
         return STRUCTURES[self.structure]
 
     @property
-    def stages(self) -> list[Recipe]:
-        """The passes over the data, each of which adds up: one, or with a `basis` that and one in it (`added_to`)."""
-        return [replace(self, structure=self.row.basis), self] if self.row.basis else [self]
+    def cotangents(self) -> Cotangents:
+        """What is pulled back through the network."""
+        return naming.cotangents_of(self.source, self.draws, self.distribution)
 
     def __post_init__(self) -> None:
         choose(self.source, SOURCES, "estimator")
@@ -282,8 +279,7 @@ class Recipe:
             estimator = row.recursive
         elif added_to is not None and row.continued is not None and closed is None:
             options = row.continued(options, added_to)
-        cotangents = naming.cotangents_of(self.source, self.draws, self.distribution)
-        arguments = {"cotangents": cotangents, "generator": generator, **options}
+        arguments = {"cotangents": self.cotangents, "generator": generator, **options}
         if row.takes_ranks:
             return estimator(tangent, likelihood, batches, **arguments, ranks=ranks)
         return ranks.pooled(estimator(tangent, likelihood, batches, **arguments))

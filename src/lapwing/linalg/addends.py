@@ -19,9 +19,13 @@ from lapwing.linalg.diagonal import Diagonal
 from lapwing.linalg.kronecker.corrected import CorrectedKronecker
 from lapwing.linalg.kronecker.factors import Term
 from lapwing.linalg.kronecker.structure import Kronecker
+from lapwing.linalg.low_rank import Subspace
+
+Sum = Curvature | Subspace
+"""What adds up over data."""
 
 
-def with_addends(curvature: Curvature, function: Callable[[Tensor], Tensor]) -> Curvature | None:
+def with_addends(curvature: Sum, function: Callable[[Tensor], Tensor]) -> Sum | None:
     """The curvature with `function` of every tensor that adds, always in one order; None where not all is such.
 
     >>> with_addends(Diagonal(torch.ones(2)), lambda values: 2 * values).diagonal()
@@ -35,9 +39,11 @@ def with_addends(curvature: Curvature, function: Callable[[Tensor], Tensor]) -> 
         return replace(curvature, terms=tuple(_term(term, function) for term in curvature.terms))
     if isinstance(curvature, CorrectedKronecker):
         return curvature.with_values([function(part.values) for part in curvature.parts])
+    if isinstance(curvature, Subspace):
+        return Subspace(curvature.basis, function(curvature.product))
     if isinstance(curvature, Blocks):
         found = [with_addends(block.curvature, function) for block in curvature.blocks]
-        parts = [each for each in found if each is not None]
+        parts = [each for each in found if isinstance(each, Curvature)]
         if len(parts) < len(found):
             return None
         pairs = zip(curvature.blocks, parts, strict=True)
