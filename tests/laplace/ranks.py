@@ -1,4 +1,4 @@
-"""What every rank does in tests/laplace/test_ranks.py: `python ranks.py RANK SIZE FILE RESULTS`.
+"""What every rank does in tests/laplace/test_ranks.py: `python ranks.py RANK SIZE FILE RESULTS [CASE ...]`.
 
 Cases run one after the other in one start, as processes take seconds to begin. Each compares the fit of all ranks with
 one of all data in this process. What went wrong is written to RESULTS, a case a line.
@@ -296,7 +296,7 @@ class Broken(TensorDataset):
 def a_checkpointed_fit_goes_on_with_another_number_of_ranks() -> None:
     folder = Path(sys.argv[4]).parent
     alone_group = dist.new_group([0])
-    leading_eigenpairs.GRAM_ROWS = 40
+    leading_eigenpairs.GRAM_ROWS = 20
     for structure in ("kron", "ekfac", "gp", "lowrank"):
         options = {"rank": 5} if structure == "lowrank" else {}
         expected = Laplace(network(), "classification", "all", structure, **options)
@@ -320,7 +320,8 @@ def a_checkpointed_fit_goes_on_with_another_number_of_ranks() -> None:
                 with raises((OSError, RanksError), "the disk is gone"):
                     fit(first)
             dist.barrier()
-            assert (read(path)[1]["stage"], read(path)[1]["points"]) in ((stage, 8), (stage, 12), (stage, 16))
+            at = read(path)[1]["stage"], read(path)[1]["points"]
+            assert at in ((stage, 8), (stage, 12), (stage, 16)), (structure, first, at)
             points.stop = None
             points.tensors[0][3] += 1
             if 3 - first == 2 or rank() == 0:
@@ -375,7 +376,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{file}", timedelta(seconds=TIMEOUT), size, own)
     found: dict[str, Any] = {}
-    for each in CASES:
+    for each in [case for case in CASES if case.__name__ in (sys.argv[5:] or [case.__name__])]:
         started = time.monotonic()
         try:
             each()

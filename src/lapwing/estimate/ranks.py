@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
 from lapwing.linalg import Curvature
+from lapwing.linalg.addends import Sum
+
+AnySum = TypeVar("AnySum", bound=Sum)
 
 
 class Ranks(ABC):
@@ -28,7 +32,7 @@ class Ranks(ABC):
         """The sum over ranks of a tensor that has the same shape on all of them."""
 
     @abstractmethod
-    def pooled(self, curvature: Curvature | None) -> Curvature:
+    def pooled(self, curvature: AnySum | None) -> AnySum:
         """The curvature of the data of all ranks, from that of this rank's; None from a rank without any.
 
         What was given is used up: sums take its place in memory.
@@ -53,7 +57,7 @@ class OneProcess(Ranks):
     def summed(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def pooled(self, curvature: Curvature | None) -> Curvature:
+    def pooled(self, curvature: AnySum | None) -> AnySum:
         assert curvature is not None, "one process has data, or has raised an error"
         return curvature
 

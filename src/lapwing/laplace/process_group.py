@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lapwing.errors import LapwingError, RanksError
-from lapwing.estimate.ranks import Ranks
+from lapwing.estimate.ranks import AnySum, Ranks
 from lapwing.linalg import Blocks, Curvature, Dense, Kronecker
 from lapwing.linalg.addends import Sum, with_addends
 from lapwing.linalg.dense import LARGE
@@ -179,14 +179,14 @@ class ProcessGroup(Ranks):
 
     # -- curvatures --------------------------------------------------------------------------------------------------
 
-    def pooled(self, curvature: Sum | None) -> Sum:
+    def pooled(self, curvature: AnySum | None) -> AnySum:
         said = self.agreed("adding up curvatures", None if curvature is None else _form(curvature))
         if curvature is not None and said[0] is not None and said.count(said[0]) == self.size:
             addends: list[Tensor] = []
             with_addends(curvature, lambda tensor: addends.append(tensor) or tensor)
             sums = iter(self._all_reduced(addends))
             found = with_addends(curvature, lambda tensor: next(sums).to(tensor.device))
-            assert found is not None
+            assert isinstance(found, type(curvature))
             return found
         holders = [rank for rank, has in enumerate(self.agreed("finding data", curvature is not None)) if has]
         if not holders:

@@ -129,7 +129,8 @@ class RanksCheckpointed:
         total = None
         if word[3] is not None:
             total = self.ranks.sent(found.total, 0)
-        return _Begun(*word[:3], total, word[3])
+        stage, points, hashed, seen = word
+        return _Begun(stage, points, hashed, total, seen)
 
     def _passed(self, stage: Stage, begun: _Begun) -> tuple[Sum, Seen]:
         """One pass, round by round."""
