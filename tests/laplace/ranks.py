@@ -186,6 +186,30 @@ def shards_of_ones_own_with_a_group_that_is_named() -> None:
         ours.fit(whole(data()))
 
 
+class Branches(nn.Module):
+    """Some data use a layer that others do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.extra, self.last = (nn.Linear(a, b).double() for a, b in ((3, 4), (4, 4), (4, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        return self.last(self.extra(hidden).tanh() if bool((x[:, 0] > 50).all()) else hidden)
+
+
+@case
+def layers_that_one_rank_alone_uses() -> None:
+    x, y = data().tensors
+    batches = [(x[:9], y[:9]), (x[9:] + torch.tensor([100.0, 0.0, 0.0]), y[9:])]
+    for structure in ("kron", "ekfac"):
+        ours, alone = (Laplace(Branches(), "classification", "all", structure) for _ in range(2))
+        ours.fit([batches[rank()]], process_group=dist.group.WORLD)
+        alone.fit(batches)
+        check(ours, alone)
+
+
 @case
 def few_points_and_dropped_ones() -> None:
     points = data(3)
@@ -374,7 +398,7 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], words: s
 def main() -> None:
     own, size, file, results = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{file}", timedelta(seconds=TIMEOUT), size, own)
+    dist.init_process_group(None, f"file://{file}", timedelta(seconds=TIMEOUT), size, own)  # as most scripts do
     found: dict[str, Any] = {}
     for each in [case for case in CASES if case.__name__ in (sys.argv[5:] or [case.__name__])]:
         started = time.monotonic()

@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -90,10 +91,8 @@ class ProcessGroup(Ranks):
     def _heard(self, text: str, place: str) -> list[str]:
         """The text of every rank."""
         with self._talking(place):
-            if dist.get_backend(self.group) == "gloo":  # names the ranks that do not come
-                # left to itself it waits for half an hour, whatever the timeout of the group is
-                timeout = self.group._get_backend(torch.device("cpu")).options._timeout
-                dist.monitored_barrier(self.group, timeout, wait_all_ranks=True)
+            if self._gloo is not None:  # names the ranks that do not come; left to itself it waits for half an hour
+                self._gloo.monitored_barrier(self._gloo.options._timeout, wait_all_ranks=True)
             device = self._device(torch.device("cpu"))
             data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
             sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(self.size)]
@@ -103,6 +102,13 @@ class ProcessGroup(Ranks):
             dist.all_gather(room, torch.cat([data, data.new_zeros(longest - len(data))]), group=self.group)
             pairs = zip(room, sizes, strict=True)
             return [bytes(each[: int(size)].tolist()).decode() for each, size in pairs]
+
+    @cached_property
+    def _gloo(self) -> Any:
+        """What speaks for the CPU, if it is gloo; a group that was made without a backend's name has it beside nccl."""
+        if "gloo" not in dist.get_backend_config(self.group):
+            return None
+        return self.group._get_backend(torch.device("cpu"))
 
     @contextmanager
     def _talking(self, place: str) -> Iterator[None]:
@@ -122,10 +128,9 @@ class ProcessGroup(Ranks):
 
     def _device(self, own: torch.device) -> torch.device:
         """Where the group takes tensors of a device: nccl has CUDA alone, gloo the CPU."""
-        backend = str(dist.get_backend(self.group))
-        if "nccl" not in backend:
+        if "nccl" not in dist.get_backend_config(self.group) or (own.type == "cpu" and self._gloo is not None):
             return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device()) if own.type == "cuda" or "gloo" not in backend else own
+        return torch.device("cuda", torch.cuda.current_device())
 
     def summed(self, tensor: Tensor) -> Tensor:
         self.agreed("adding up numbers", [list(tensor.shape), str(tensor.dtype)])
