@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lapwing import Laplace, Tangent, estimate, gathered
-from lapwing.errors import DataError, ModelError, OptionError, RanksError, StorageError
+from lapwing.errors import CurvatureError, DataError, ModelError, OptionError, RanksError, StorageError
 from lapwing.estimate import leading_eigenpairs
 from lapwing.laplace import BaseLaplace
 from lapwing.laplace.process_group import ProcessGroup
@@ -232,6 +232,8 @@ def what_does_not_add_up_is_refused() -> None:
     ):
         with raises(OptionError, words):
             Laplace(network(), "classification", "all", **options).fit(sharded(data()))
+    with raises(CurvatureError, "the data so far make 46 rows; expected at most 30"):
+        Laplace(network(), "classification", "all", "gp", limit=30).fit(sharded(data()))
     la = Laplace(network(), "classification", "all", "kron")
     la.fit(sharded(data()))
     with raises(DataError, "expected all data"):

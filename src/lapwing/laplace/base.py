@@ -30,7 +30,7 @@ from lapwing.estimate.ranks import ONE, Ranks
 from lapwing.evidence import Evidence, EvidenceAtMode, GaussianFit, LinearMode, Tuned
 from lapwing.evidence.seen import Seen
 from lapwing.laplace import linear_modes, persistence, predictions, state, tuning
-from lapwing.laplace.checkpoint import EVERY, Checkpointed, remove
+from lapwing.laplace.checkpoint import EVERY, Checkpointed, check_rows, remove
 from lapwing.laplace.data import FirstInputs, Pairs, Tracked
 from lapwing.laplace.fitted import Fitted
 from lapwing.laplace.hyper import (
@@ -639,6 +639,7 @@ class BaseLaplace:
             watched = seen.watching(pairs)
             curvature = self.recipe(tangent, self.distribution, watched, generator, added_to, ranks)
             if group is not None and shard is not None:
+                check_rows(self.setup, curvature)  # a limit on the rows of all ranks, of which each knew its own
                 seen = seen_by_all(seen, shard, group)
         else:
             kept = Checkpointed(self.setup, tangent, seen, generator, checkpoint, checkpoint_every)
