@@ -53,5 +53,9 @@ class NotFittedError(LapwingError, RuntimeError):
     """A posterior was asked for something before it has seen data."""
 
 
+class RanksError(LapwingError, RuntimeError):
+    """Another process of the group has failed, does not answer, or has other data, weights or options than this one."""
+
+
 class LapwingWarning(UserWarning):
     """Category of every warning that lapwing issues."""

@@ -12,6 +12,7 @@ Every flat vector in lapwing has this order. Memory O(number of tensors); nothin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -62,6 +63,7 @@ class ParamSpace:
             ]
             remedy = f"Give its {inside[0]}, which is one." if inside else "Give the network itself."
             raise ModelError(f"the model is a {type(model).__name__}; expected a torch.nn.Module. {remedy}")
+        _refuse_sharded(model)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ModelError(
@@ -296,3 +298,18 @@ class ParamSpace:
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Refuses weights of which every process has a part; what makes such weights is imported where they are."""
+    tensors, fsdp = sys.modules.get("torch.distributed.tensor"), sys.modules.get("torch.distributed.fsdp")
+    parts = [name for name, p in model.named_parameters() if tensors is not None and isinstance(p, tensors.DTensor)]
+    flat = fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules())
+    if parts or flat:
+        found = f"parameter '{parts[0]}' is a DTensor" if parts else "the model is in FullyShardedDataParallel"
+        raise ModelError(
+            f"{found}, of which every process has a part (FSDP, tensor parallelism); expected whole weights on every "
+            "rank. Build the model again without sharding and fill it: get_model_state_dict(model, options="
+            "StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict. "
+            "DistributedDataParallel keeps whole weights, and is fine."
+        )

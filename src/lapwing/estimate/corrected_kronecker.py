@@ -29,6 +29,7 @@ from lapwing.estimate.accumulators import Accumulator, DiagonalVector, Known
 from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.data_pass import Batches, pulled, repeated
 from lapwing.estimate.kronecker import KroneckerOptions, accumulate, collect, exact_block, kflr
+from lapwing.estimate.ranks import ONE, Ranks
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import (
     Block,
@@ -53,20 +54,26 @@ def ekfac(
     cotangents: Cotangents = exact,
     generator: torch.Generator | None = None,
     basis: Blocks | None = None,
+    ranks: Ranks = ONE,
     **options: str | int | bool,
 ) -> Blocks:
     """Eigenvalue-corrected Kronecker blocks; `options` are those of `kflr`, without `factored_damping`.
 
     `basis` is what `kflr`, `kfac` or `ekfac` returned for the same parameters, whose options then hold. Random
-    cotangents are drawn afresh in the second pass: given the basis, L is then unbiased.
+    cotangents are drawn afresh in the second pass: given the basis, L is then unbiased. Of several `ranks` each has a
+    shard of the data; the basis is that of all of them.
     """
     space = tangent.space
     KroneckerOptions.of(options, without=["factored_damping"])
     if basis is None:
         batches = repeated(batches)
         given = {"cotangents": cotangents, "generator": generator, **options}
-        found = kflr(tangent, likelihood, batches, **given)  # pyright: ignore[reportArgumentType]
-        blocks = {block.segments: _second(block) for block in found.blocks}
+        found = ranks.pooled(kflr(tangent, likelihood, batches, **given))  # pyright: ignore[reportArgumentType]
+        assert isinstance(found, Blocks)
+        found = ranks.decomposed(found, apart=True)
+        assert isinstance(found, Blocks)
+        # of several ranks, each has the exact blocks of its own shard to add
+        blocks = {b.segments: _second(b) if ranks.size == 1 else _only(b, tangent) for b in found.blocks}
         del found  # the factors, of which only the eigenvectors are needed
     else:
         _check_basis(basis, tangent, options)
@@ -76,7 +83,9 @@ def ekfac(
         raise AssertionError("the blocks of the basis cover all parameters")
 
     accumulate(pulled(tangent, likelihood, batches, cotangents, generator), tangent, blocks, make)
-    return collect(blocks, space)
+    total = ranks.pooled(collect(blocks, space))
+    assert isinstance(total, Blocks)
+    return total
 
 
 @dataclass

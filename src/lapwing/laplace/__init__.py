@@ -2,6 +2,7 @@
 
 from lapwing.laplace.base import BaseLaplace
 from lapwing.laplace.factory import Laplace
+from lapwing.laplace.gathering import gathered
 from lapwing.laplace.loading import load
 from lapwing.laplace.marglik import marglik_training
 from lapwing.laplace.mode_search import ModeSearch, to_mode
@@ -76,6 +77,7 @@ __all__ = [
     "SubsetOfWeights",
     "Task",
     "TuningMethod",
+    "gathered",
     "load",
     "marglik_training",
     "to_mode",

@@ -14,21 +14,23 @@ Closed forms are in `predictions`, searches for hyper-parameters in `tuning`, fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lapwing.distributions import Distribution
 from lapwing.errors import NotFittedError, OptionError, ParameterError
+from lapwing.estimate.ranks import ONE, Ranks
 from lapwing.evidence import Evidence, EvidenceAtMode, GaussianFit, LinearMode, Tuned
 from lapwing.evidence.seen import Seen
 from lapwing.laplace import linear_modes, persistence, predictions, state, tuning
-from lapwing.laplace.checkpoint import EVERY, checkpointed, remove
+from lapwing.laplace.checkpoint import EVERY, Checkpointed, check_rows, remove
 from lapwing.laplace.data import FirstInputs, Pairs, Tracked
 from lapwing.laplace.fitted import Fitted
 from lapwing.laplace.hyper import (
@@ -48,9 +50,14 @@ from lapwing.laplace.hyper import (
 )
 from lapwing.laplace.identity import Kept
 from lapwing.laplace.names import PriorStructure, choose
+from lapwing.laplace.process_group import ProcessGroup
+from lapwing.laplace.ranks_checkpoint import RanksCheckpointed
+from lapwing.laplace.same import check_same, own_generator
 from lapwing.laplace.setup import Setup
-from lapwing.laplace.structures import AnyTangent, Recipe, exceptions, recipe
+from lapwing.laplace.shards import group_of, seen_by_all, shard_of
+from lapwing.laplace.structures import RANDOM, AnyTangent, Recipe, exceptions, recipe
 from lapwing.laplace.tasks import likelihood_of, noise_of
+from lapwing.laplace.wrapped import unwrapped
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, DenseRows, Diagonal, LinearMap, Precision, total
 from lapwing.linalg.autocast import outside_autocast
@@ -112,6 +119,7 @@ class BaseLaplace:
     ) -> None:
         self.enable_backprop = enable_backprop
         self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
+        model = unwrapped(model)
         distribution, own_sigma = likelihood_of(likelihood)
         has_noise = own_sigma is not None
         made = recipe(self.structure, estimator, backend, backend_kwargs, options)
@@ -584,45 +592,101 @@ class BaseLaplace:
         generator: torch.Generator | None = None,
         checkpoint: AnyPath | None = None,
         checkpoint_every: int = EVERY,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         """One pass over the data (ekfac: two). With `override=False` the data are added to those already seen.
+
+        Under `torchrun`, where the loader has a `DistributedSampler`, every rank fits its shard, sums are added up over
+        ranks, and all end with the posterior of all data. `process_group` names other ranks than all; with it the data
+        may be divided in any way. See docs/distributed.md.
 
         Interrupted at any point, the model and this posterior are as they were. With a `checkpoint`, the path of a
         file, the sum so far is kept there after every `checkpoint_every` batches; called again in the same way, also in
         another process, the fit goes on from it. The loader must give the same batches in the same order.
         """
+        group, named = group_of(train_loader, process_group, self._device), process_group is not None
+        with nullcontext() if group is None else group.together():
+            fitted, tangent, few = self._fit(
+                train_loader, override, progress_bar, generator, checkpoint, checkpoint_every, group, named
+            )
+        with self._all_or_nothing():
+            self._bind(tangent)
+            self._fitted, self._posterior, self._kept = fitted, None, Kept.of(self.model)
+            self._few, self.tuned = few, None
+        if checkpoint is not None and (group is None or group.rank == 0):
+            remove(checkpoint)
+
+    def _fit(
+        self,
+        train_loader: Iterable[Any],
+        override: bool,
+        progress_bar: bool,
+        generator: torch.Generator | None,
+        checkpoint: AnyPath | None,
+        checkpoint_every: int,
+        group: ProcessGroup | None,
+        named: bool,
+    ) -> tuple[Fitted, AnyTangent, Any]:
+        """What the data leave behind, the function it belongs to, and a few inputs."""
         if not override:
             self._check_weights(whole=True)
-        if progress_bar:
-            train_loader = Tracked(train_loader, "curvature")
-        sampled = FirstInputs(self._data(Pairs(train_loader, self.dict_key_y, self._whole.device)))
-        pairs, tangent = self._tangent_for(sampled)
+        shown = progress_bar and (group is None or group.rank == 0)
+        loader = Tracked(train_loader, "curvature") if shown else train_loader
+        sampled = FirstInputs(Pairs(loader, self.dict_key_y, self._whole.device, shard=group is not None))
+        shard = None
+        if group is not None:
+            self._check_ranks(group)
+            shard = shard_of(sampled, train_loader, group, named)
+        pairs, tangent = self._tangent_for(self._data(sampled if shard is None else shard))
+        ranks: Ranks = ONE
+        if group is not None:
+            ranks = group
+            check_same(group, self.setup, self.hyper, tangent.space, None if override else self._fitted)
+            if self.recipe.source in RANDOM and checkpoint is None:
+                generator = own_generator(generator, group.rank, tangent.space.device)
         seen = Seen(self.has_noise)
+        added_to = None if override or self._fitted is None else self._fitted.curvature
         if checkpoint is None:
             watched = seen.watching(pairs)
-            added_to = None if override or self._fitted is None else self._fitted.curvature
-            curvature = self.recipe(tangent, self.distribution, watched, generator, added_to)
+            curvature = self.recipe(tangent, self.distribution, watched, generator, added_to, ranks)
+            if group is not None and shard is not None:
+                check_rows(self.setup, curvature)  # a limit on the rows of all ranks, of which each knew its own
+                seen = seen_by_all(seen, shard, group)
         else:
-            curvature = checkpointed(self.setup, tangent, pairs, seen, generator, checkpoint, checkpoint_every)
+            kept = Checkpointed(self.setup, tangent, seen, generator, checkpoint, checkpoint_every)
+            if group is None or shard is None:
+                curvature = kept.run(pairs, added_to)
+            else:
+                curvature, seen = RanksCheckpointed(kept, group, shard).run(added_to)
         assert seen.shape is not None
         mean = tangent.space.values(self.model)
         fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape, seen.fingerprint)
         if not override and self._fitted is not None:
             fitted = self._fitted + fitted
-        fitted = replace(fitted, curvature=compact(fitted.curvature))
-        with self._all_or_nothing():
-            self._bind(tangent)
-            self._fitted, self._posterior, self._kept = fitted, None, Kept.of(self.model)
-            self._few, self.tuned = sampled.few, None
-        if checkpoint is not None:
-            remove(checkpoint)
+        return replace(fitted, curvature=ranks.decomposed(compact(fitted.curvature))), tangent, sampled.few
+
+    def _check_ranks(self, group: ProcessGroup) -> None:
+        """Refuses what is not the same from shards as from all data."""
+        why = "it propagates expectations over all data" if self.recipe.source == "recursive" else self._one_process
+        if why and group.size > 1:
+            raise OptionError(
+                f"a {self.structure!r} posterior with estimator={self.recipe.source!r} cannot be fitted by "
+                f"{group.size} ranks: {why}. Expected one that adds up over shards: 'kron', 'ekfac', 'diag', 'blocks', "
+                "'full', 'lowrank' or 'gp', with another estimator. Or give every rank all data, without "
+                "DistributedSampler."
+            )
+
+    @property
+    def _one_process(self) -> str:
+        """Why shards of the data do not add up, where they do not."""
+        return self.recipe.row.one_process
 
     @property
     def exact_blocks(self) -> str:
         """Which parameters have an exact block although the others have Kronecker factors, and why; mostly empty."""
         return exceptions(self.fitted.curvature)
 
-    def _data(self, pairs: Pairs) -> Iterable[Any]:
+    def _data(self, pairs: Iterable[Any]) -> Iterable[Any]:
         """The data that a fit sees: all, except where a class chooses a subset."""
         return pairs
 

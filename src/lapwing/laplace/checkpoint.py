@@ -3,7 +3,7 @@
 After every segment one file holds the sum, what was seen, the number of batches, the generator's state and a running
 hash of the batches: memory and disk O(curvature). Started again with the same path, a fit draws the batches that are in
 the sum, checks that they are the same, and goes on; its result is bit for bit that of a fit which was not interrupted,
-on the same machine. The file is removed in the end.
+on the same machine. The file is removed in the end. Structures with several passes have sums for each (`stages`).
 
 The loader must give the same batches in the same order every time: a DataLoader with `shuffle=False`, or with
 `generator=torch.Generator().manual_seed(0)` made anew for every attempt.
@@ -23,17 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import CurvatureError, DataError, LapwingError, OptionError, StorageError
-from lapwing.estimate.data_pass import Watched, no_batch
+from lapwing.estimate.data_pass import Watched, no_batch, one_shot, repeated
 from lapwing.estimate.dual_rows import LIMIT
 from lapwing.evidence.seen import Seen
 from lapwing.laplace.descriptions import code_of, text
 from lapwing.laplace.identity import difference, further, structure
 from lapwing.laplace.persistence import described
 from lapwing.laplace.setup import Setup
+from lapwing.laplace.stages import SEVERAL, InBasis, Iterated, Stage, stage_of
 from lapwing.laplace.structures import RANDOM, AnyTangent
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Dual, Independent
-from lapwing.serialize import KINDS, pack, read, unpack, write
+from lapwing.linalg.addends import Sum
+from lapwing.serialize import KINDS, compact, pack, read, unpack, write
 from lapwing.serialize.files import AnyPath, check_writable, sha256
 from lapwing.tangent.features import FeatureTangent
 
@@ -44,11 +46,15 @@ _NONE = object()
 
 @dataclass
 class SumSoFar:
-    """How far a pass has come: the sum of curvatures, and the number and the running hash of the batches in it."""
+    """How far a pass has come: the sum of its parts, and the number and the running hash of the batches in it."""
 
-    total: Curvature | None = None
+    total: Sum | None = None
     batches: int = 0
     data: str = ""
+
+    def add(self, part: Any) -> None:
+        """Laid out as from a file, so that what is made of it rounds in the same way."""
+        self.total = compact(part if self.total is None else self.total.pooled(part))
 
     def draw(self, batch: Any) -> Any:
         """The batch, counted and hashed."""
@@ -56,37 +62,77 @@ class SumSoFar:
         return batch
 
 
-def checkpointed(
-    setup: Setup,
-    tangent: AnyTangent,
-    pairs: Iterable[Any],
-    seen: Seen,
-    generator: torch.Generator | None,
-    path: AnyPath,
-    every: int,
-) -> Curvature:
-    """The curvature of all batches, in segments of `every`; goes on where the file at `path` ends, if there is one."""
-    _check(setup, generator, every)
-    path, same = check_writable(path), identity(setup, tangent, generator, every)
-    batches, progress = iter(pairs), SumSoFar()
-    if path.exists():
-        saved = _read(path, same, setup.model)
-        _skip(batches, progress, saved["batches"], saved["data"], path)
-        progress.total = _resumed(saved, seen, generator, tangent.space.device, path)
-    while (first := next(batches, _NONE)) is not _NONE:
-        start = progress.batches
-        segment = map(progress.draw, chain([first], islice(batches, every - 1)))
-        try:
-            watched = Watched(segment, _nothing, seen.saw)
-            found = setup.recipe(tangent, setup.distribution, watched, generator, progress.total)
-            progress.total = found if progress.total is None else progress.total.pooled(found)
-        except LapwingError as error:
-            raise type(error)(f"from batch {start} on, counted from there: {error}") from error
-        _check_rows(setup, progress.total)
-        _write(path, same, progress, seen, generator)
-    if progress.total is None:
-        raise no_batch()
-    return progress.total
+@dataclass(frozen=True, eq=False)
+class Checkpointed:
+    """A fit whose sums are kept in the file at `path` after every `every` batches."""
+
+    setup: Setup
+    tangent: AnyTangent
+    seen: Seen
+    generator: torch.Generator | None
+    path: AnyPath
+    every: int = EVERY
+
+    def __post_init__(self) -> None:
+        _check(self.setup, self.generator, self.every)
+
+    @property
+    def same(self) -> dict[str, Any]:
+        return identity(self.setup, self.tangent, self.generator, self.every)
+
+    def run(self, pairs: Iterable[Any], before: Curvature | None = None) -> Curvature:
+        """The curvature of all batches; goes on where the file ends, if there is one.
+
+        `before` is a curvature of other data, to which this one will be added.
+        """
+        path, same = check_writable(self.path), self.same
+        saved = stored(path, same, self.setup.model) if path.exists() else None
+        stage = stage_of(self.setup.recipe, before, None if saved is None else saved.get("stage", 0))
+        pairs = repeated(pairs) if isinstance(stage, InBasis) and stage.number == 0 else pairs
+        while True:
+            total = self._passed(stage, pairs, saved, path, same)
+            following, saved = stage.following(total, self.tangent), None
+            if following is None:
+                return stage.result(total, self.tangent)
+            if one_shot(pairs):
+                repeated(pairs)  # refuses them
+            stage = following
+
+    def _passed(
+        self,
+        stage: Stage,
+        pairs: Iterable[Any],
+        saved: dict[str, Any] | None,
+        path: Path,
+        same: dict[str, Any],
+    ) -> Sum:
+        """One pass, in segments; `saved` is the file, if it is of this pass."""
+        batches, progress = iter(pairs), SumSoFar()
+        self.seen.start()
+        if stage.number and isinstance(stage, Iterated) and self.generator is not None:
+            self.generator.manual_seed(self.generator.initial_seed())  # the same draws in every pass
+        if saved is not None:
+            _skip(batches, progress, saved["batches"], saved["data"], path)
+            progress.total = resumed(saved, self.seen, self.generator, self.tangent.space.device, path)
+        while not stage.ended(progress.total) and (first := next(batches, _NONE)) is not _NONE:
+            start = progress.batches
+            segment = map(progress.draw, chain([first], islice(batches, self.every - 1)))
+            try:
+                progress.add(self.part(stage, segment, self.generator, progress.total))
+            except LapwingError as error:
+                raise type(error)(f"from batch {start} on, counted from there: {error}") from error
+            assert progress.total is not None
+            check_rows(self.setup, progress.total)
+            counted = {"stage": stage.number, "batches": progress.batches, "data": progress.data}
+            save(path, same, counted, progress.total, self.seen, self.generator)
+        if progress.total is None:
+            raise no_batch()
+        return progress.total
+
+    def part(self, stage: Stage, segment: Iterable[Any], generator: torch.Generator | None, total: Sum | None) -> Sum:
+        """The sum over some of the batches."""
+        watched = Watched(segment, _nothing, self.seen.saw)
+        return stage.part(self.tangent, self.setup.distribution, watched, generator, total)
 
 
 def remove(path: AnyPath) -> None:
@@ -165,13 +211,14 @@ def _check(setup: Setup, generator: torch.Generator | None, every: int) -> None:
     if not setup.recipe.row.stored:
         raise OptionError(
             f"a {setup.recipe.structure!r} posterior cannot be fitted with a checkpoint: it keeps no numbers "
-            "that a file could hold. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'. Leave "
-            "checkpoint out."
+            "that a file could hold. Expected another structure: 'kron', 'ekfac', 'diag', 'blocks', 'full', 'lowrank' "
+            "or 'gp'. Leave checkpoint out."
         )
-    if what := setup.recipe.row.not_additive:
+    if (what := setup.recipe.row.not_additive) and setup.recipe.structure not in SEVERAL:
         raise OptionError(
             f"a {setup.recipe.structure!r} curvature cannot be fitted with a checkpoint: the {what} of parts do not "
-            "add up to those of the whole. Expected another structure: 'kron', 'diag', 'blocks', 'full' or 'gp'."
+            "add up to those of the whole. Expected another structure: 'kron', 'ekfac', 'diag', 'blocks', 'full', "
+            "'lowrank' or 'gp'."
         )
     if setup.recipe.source == "recursive":
         raise OptionError(
@@ -185,10 +232,10 @@ def _check(setup: Setup, generator: torch.Generator | None, every: int) -> None:
         )
 
 
-def _check_rows(setup: Setup, total: Curvature) -> None:
+def check_rows(setup: Setup, total: Sum) -> None:
     """The limit on rows is one of the whole, and each segment knows only its own."""
     limit = setup.recipe.options.get("limit", LIMIT)
-    if not isinstance(total, (Dual, Independent)) or total.entries <= limit**2:
+    if setup.recipe.structure in SEVERAL or not isinstance(total, (Dual, Independent)) or total.entries <= limit**2:
         return
     if isinstance(total, Dual):
         what = f"{total.rows.count} rows; expected at most {limit}"
@@ -202,8 +249,17 @@ def _check_rows(setup: Setup, total: Curvature) -> None:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def _write(path: Path, same: dict[str, Any], progress: SumSoFar, seen: Seen, generator: torch.Generator | None) -> None:
-    description, tensors = pack(progress.total)
+def save(
+    path: Path,
+    same: dict[str, Any],
+    counted: dict[str, Any],
+    total: Sum,
+    seen: Seen,
+    generator: torch.Generator | None,
+    kind: str = "checkpoint",
+) -> None:
+    """Writes the sum so far; `counted` says which data are in it."""
+    description, tensors = pack(total)
     tensors = {f"sum.{name}": value for name, value in tensors.items()}
     assert isinstance(seen.total, Tensor)
     assert seen.shape is not None
@@ -211,27 +267,25 @@ def _write(path: Path, same: dict[str, Any], progress: SumSoFar, seen: Seen, gen
     if generator is not None:
         tensors["generator"] = generator.get_state()
     metadata = {
-        "kind": "checkpoint",
+        "kind": kind,
         "same": same,
         "structure": description,
-        "batches": progress.batches,
-        "data": progress.data,
+        **counted,
         "seen": {"points": seen.points, "targets": seen.targets, "shape": list(seen.shape)},
         "fingerprint": seen.fingerprint,
     }
     write(path, tensors, metadata)
 
 
-def _read(path: Path, same: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def stored(path: Path, same: dict[str, Any], model: nn.Module, kind: str = "checkpoint") -> dict[str, Any]:
     """The file, if it is a checkpoint of the same fit."""
     try:
         tensors, metadata = read(path)
     except StorageError as error:
         raise StorageError(f"the checkpoint cannot be used. {error} Delete it to begin anew.") from error
-    if metadata.get("kind") != "checkpoint" or not isinstance(metadata.get("same"), dict):
+    if metadata.get("kind") != kind or not isinstance(metadata.get("same"), dict):
         raise StorageError(
-            f"{path} holds {metadata.get('kind')!r}; expected a 'checkpoint' of this fit, or no file. Choose another "
-            "path."
+            f"{path} holds {metadata.get('kind')!r}; expected a {kind!r} of this fit, or no file. Choose another path."
         )
     saved = metadata["same"]
     compared = [name for name in same if name in saved or name not in _LATER]
@@ -278,15 +332,15 @@ def _skip(batches: Iterator[Any], progress: SumSoFar, count: int, data: str, pat
         )
 
 
-def _resumed(
+def resumed(
     saved: dict[str, Any], seen: Seen, generator: torch.Generator | None, device: torch.device, path: Path
-) -> Curvature:
+) -> Sum:
     """The sum so far; what was seen and the generator's state are put back."""
     try:
         tensors: dict[str, Tensor] = saved["tensors"]
         parts = {n.removeprefix("sum."): t.to(device) for n, t in tensors.items() if n.startswith("sum.")}
         total, facts = unpack(saved["structure"], parts), saved["seen"]
-        if not isinstance(total, Curvature):
+        if not isinstance(total, Sum):
             raise StorageError(f"the checkpoint {path} holds no curvature; expected one. Delete it to begin anew.")
         seen.points, seen.targets, seen.shape = facts["points"], facts["targets"], torch.Size(facts["shape"])
         seen.total, seen.prints = tensors["seen"].to(device), saved.get("fingerprint")

@@ -12,6 +12,7 @@ from rich.progress import track
 
 from lapwing.errors import MissingKeyError
 from lapwing.estimate.data_pass import Wrapped, no_batch, one_shot
+from lapwing.laplace.sampler import refuse_shard
 from lapwing.tangent.inputs import map_tensors, moved, take, tensors
 
 
@@ -22,6 +23,12 @@ class Pairs(Wrapped):
     loader: Iterable[Any]
     key_y: str
     device: torch.device
+    shard: bool = False
+    """Whether a shard of the data will do."""
+
+    def __post_init__(self) -> None:
+        if not self.shard:
+            refuse_shard(self.loader)
 
     @property
     def source(self) -> Iterable[Any]:

@@ -14,6 +14,7 @@ from lapwing.laplace.names import SubsetOfWeights, choose
 from lapwing.laplace.persistence import register
 from lapwing.laplace.structures import STRUCTURES
 from lapwing.laplace.variants import all_weights, functional, last_layer, subnetwork
+from lapwing.laplace.wrapped import unwrapped
 from lapwing.likelihoods import Likelihood
 from lapwing.params import ParamSpace
 from lapwing.priors import Gaussian
@@ -126,6 +127,7 @@ def Laplace(
     subset = choose(subset_of_weights, [each.value for each in SubsetOfWeights], "subset_of_weights")
     structure = choose(hessian_structure, [*STRUCTURES, "auto"], "hessian_structure")
     reason = ""
+    model = unwrapped(model)
     if structure == "auto":
         indices = options.get("subnetwork_indices", next(iter(arguments), None))
         structure, reason = automatic(model, subset, indices, options.get("last_layer_name"))

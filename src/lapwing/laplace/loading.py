@@ -18,6 +18,7 @@ from lapwing.laplace.base import BaseLaplace
 from lapwing.laplace.identity import difference, further, numbers, structure
 from lapwing.laplace.persistence import POSTERIORS, note
 from lapwing.laplace.state import check_curvature
+from lapwing.laplace.wrapped import unwrapped
 from lapwing.likelihoods import Likelihood
 from lapwing.serialize import read, unpack
 from lapwing.serialize.files import AnyPath, sha256
@@ -38,6 +39,7 @@ def load(
     differs it is left as it is. Model and posterior are moved to `map_location`, if given. A `likelihood` of one's own
     is not in the file, and given again.
     """
+    model = unwrapped(model)
     tensors, metadata = read(path)
     if metadata.get("kind") != "posterior":
         raise StorageError(f"the file holds {metadata.get('kind')!r}; expected a 'posterior', as la.save writes one.")

@@ -18,6 +18,7 @@ from lapwing.laplace.factory import Laplace
 from lapwing.laplace.hyper import invariant_groups, precisions_of
 from lapwing.laplace.names import PriorStructure, choose
 from lapwing.laplace.training_checkpoint import training_file
+from lapwing.laplace.wrapped import unwrapped
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature
 from lapwing.params import ParamSpace
@@ -75,6 +76,7 @@ def marglik_training(
     ):
         if name in options:
             raise OptionError(f"{name} was given, which training finds; expected its start, {instead}.")
+    model = unwrapped(model)
     laplace = Laplace(
         model,
         likelihood,

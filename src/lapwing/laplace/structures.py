@@ -22,8 +22,9 @@ import torch
 from lapwing import estimate, linalg, serialize
 from lapwing.errors import OptionError
 from lapwing.estimate import last_layer, naming
-from lapwing.estimate.cotangents import DISTRIBUTIONS
+from lapwing.estimate.cotangents import DISTRIBUTIONS, Cotangents
 from lapwing.estimate.data_pass import Batches
+from lapwing.estimate.ranks import ONE, Ranks
 from lapwing.laplace.names import OnUnsupported, check_options, choose
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Blocks, Curvature, Diagonal
@@ -45,6 +46,8 @@ class Structure:
     over the data; `closed` does the same for a last layer in closed form, `recursive` by propagated expectations, and
     `hessian` is what `estimate.hessian` calls the structure. `continued` gives the estimator's options where data are
     added to a curvature. `not_additive` names what of the curvatures of two data sets does not add up, if anything.
+    An estimator that `takes_ranks` asks for sums over processes itself; of others the results are pooled.
+    `one_process` says why no shards of the data can be fitted, if they cannot.
     `parts_of_tensors` says whether a sub-network may have some entries of a tensor and not others.
     """
 
@@ -60,6 +63,8 @@ class Structure:
     hessian: str | None = None
     continued: Callable[[Options, Curvature], Options] | None = None
     not_additive: str = ""
+    takes_ranks: bool = False
+    one_process: str = ""
     per_entry_prior: bool = True
     parts_of_tensors: bool = True
 
@@ -115,6 +120,7 @@ for _row in (
         continued=lambda _, before: {"basis": before},
         subsets=("all", "subnetwork"),
         not_additive="eigenbases",
+        takes_ranks=True,
         per_entry_prior=False,
         parts_of_tensors=False,
     ),
@@ -150,10 +156,11 @@ for _row in (
         "LowRank",
         "the leading eigenvectors of the whole matrix",
         estimate.low_rank,
-        (linalg.LowRank,),
+        (linalg.LowRank, linalg.Subspace, linalg.Dual, linalg.RowSet),
         options=("rank",),
         subsets=("all", "subnetwork"),
         not_additive="leading eigenvectors",
+        takes_ranks=True,
     ),
     Structure(
         "gp",
@@ -183,6 +190,7 @@ for _row in (
         (),
         options=("preconditioner", "tolerance", "iterations", "probes", "steps", "block"),
         subsets=("all", "subnetwork"),
+        one_process="it reads its data again for every result, which all ranks would have to ask for together",
     ),
 ):
     register(_row)
@@ -224,6 +232,11 @@ class Recipe:
     def row(self) -> Structure:
         return STRUCTURES[self.structure]
 
+    @property
+    def cotangents(self) -> Cotangents:
+        """What is pulled back through the network."""
+        return naming.cotangents_of(self.source, self.draws, self.distribution)
+
     def __post_init__(self) -> None:
         choose(self.source, SOURCES, "estimator")
         check_options(self.options, self.row.options, f"option of the structure {self.structure!r}:")
@@ -248,13 +261,17 @@ class Recipe:
         batches: Batches,
         generator: torch.Generator | None,
         added_to: Curvature | None = None,
+        ranks: Ranks = ONE,
     ) -> Curvature:
-        """The curvature of the data; `added_to` is what it will be added to: kron takes its blocks, ekfac its basis."""
+        """The curvature of the data; `added_to` is what it will be added to: kron takes its blocks, ekfac its basis.
+
+        Of several `ranks` each has a shard of the data, and gets the curvature of all.
+        """
         row = self.row
         if self.source == "hessian":
             assert row.hessian is not None
             assert isinstance(tangent, Tangent)  # a last layer is then linearised like any other parameters
-            return estimate.hessian(tangent, likelihood, batches, structure=row.hessian)
+            return ranks.pooled(estimate.hessian(tangent, likelihood, batches, structure=row.hessian))
         closed = row.closed if isinstance(tangent, FeatureTangent) else None
         estimator, options = closed or row.estimator, self.options
         if self.source == "recursive" and closed is None:  # of a last layer the recursion is its start, the exact mean
@@ -262,8 +279,10 @@ class Recipe:
             estimator = row.recursive
         elif added_to is not None and row.continued is not None and closed is None:
             options = row.continued(options, added_to)
-        cotangents = naming.cotangents_of(self.source, self.draws, self.distribution)
-        return estimator(tangent, likelihood, batches, cotangents=cotangents, generator=generator, **options)
+        arguments = {"cotangents": self.cotangents, "generator": generator, **options}
+        if row.takes_ranks:
+            return estimator(tangent, likelihood, batches, **arguments, ranks=ranks)
+        return ranks.pooled(estimator(tangent, likelihood, batches, **arguments))
 
 
 def recipe(

@@ -12,7 +12,7 @@ from lapwing.linalg.kronecker.factors import Term, nearest_kronecker
 from lapwing.linalg.kronecker.precision import KroneckerPrecision
 from lapwing.linalg.kronecker.structure import Kronecker, KroneckerSum
 from lapwing.linalg.layout import MatrixLayout, Segments
-from lapwing.linalg.low_rank import LowRank
+from lapwing.linalg.low_rank import LowRank, Subspace
 from lapwing.linalg.matrix_free import Effort, MatrixFree, MatrixFreePrecision, Products
 from lapwing.linalg.row_set import RowSet
 from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece
@@ -53,6 +53,7 @@ __all__ = [
     "Products",
     "RowSet",
     "Segments",
+    "Subspace",
     "Term",
     "merged_factors",
     "nearest_kronecker",

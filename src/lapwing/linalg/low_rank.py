@@ -103,3 +103,29 @@ class LowRank(Curvature):
 
     def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
         return self.dual.sweep(pieces, precisions)
+
+
+@dataclass(frozen=True, eq=False)
+class Subspace:
+    """H B, a curvature times a basis B [P, k], in float64: one pass of subspace iteration, a sum over data."""
+
+    basis: Float[Tensor, "params k"]
+    product: Float[Tensor, "params k"]
+
+    @staticmethod
+    def spanned(columns: Float[Tensor, "params k"]) -> Subspace:
+        """An orthonormal basis of the columns, and no data."""
+        basis = torch.linalg.qr(columns).Q
+        return Subspace(basis, torch.zeros_like(basis))
+
+    def pooled(self, other: Subspace) -> Subspace:
+        """Of both data sets, in one basis."""
+        if not torch.equal(self.basis, other.basis):
+            raise CurvatureError("cannot add products with two bases; expected one. Begin the fit anew.")
+        return Subspace(self.basis, self.product + other.product)
+
+    def leading(self, rank: int, dtype: torch.dtype) -> LowRank:
+        """The largest eigenpairs of the curvature within the subspace; what it does to the rest is not known."""
+        inside = self.basis.mT @ self.product
+        values, vectors = eigh_psd((inside + inside.mT) / 2, "the curvature in the subspace")
+        return LowRank.of(self.basis @ (vectors * values.sqrt()), rank, dtype)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lapwing import estimate
 from lapwing.errors import OptionError, ParameterError
 from lapwing.laplace.base import BaseLaplace
-from lapwing.laplace.data import Pairs
 from lapwing.laplace.hyper import Number
 from lapwing.laplace.tasks import likelihood_of
 from lapwing.laplace.variants.all_weights import arguments
@@ -72,7 +71,11 @@ class FunctionalLaplace(BaseLaplace):
             del named["independent_outputs"]
         super().__init__(**named)
 
-    def _data(self, pairs: Pairs) -> Iterable[Any]:
+    @property
+    def _one_process(self) -> str:
+        return "" if self.n_subset is None else "n_subset draws from all data"
+
+    def _data(self, pairs: Iterable[Any]) -> Iterable[Any]:
         if self.n_subset is None:
             return pairs
         return estimate.subset(pairs, self.n_subset, torch.Generator().manual_seed(self.seed))
