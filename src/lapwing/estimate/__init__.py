@@ -31,7 +31,7 @@ from lapwing.estimate.naming import by_name
 from lapwing.estimate.propagated.diagonal import propagated_diagonal
 from lapwing.estimate.propagated.kfra import kfra
 from lapwing.estimate.propagated.mixed import mixed_diagonal
-from lapwing.estimate.sketched import SketchedScore, sketched
+from lapwing.estimate.sketched_score import SketchedScore, sketched
 
 __all__ = [
     "SketchedScore",
