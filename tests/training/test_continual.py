@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import problems
 from lapwing import Laplace
-from lapwing.errors import DataError, NotFittedError, OptionError, ParameterError, StorageError
+from lapwing.errors import DataError, LapwingError, NotFittedError, OptionError, ParameterError, StorageError
 from lapwing.estimate import by_name
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.linalg import Blocks, Diagonal, KroneckerSum, total
@@ -469,10 +470,23 @@ def test_calls_without_a_meaning_are_refused(tmp_path: Path) -> None:
     continual.save(tmp_path / "tasks.lapwing")
     with pytest.raises(StorageError, match=r"0\.weight"):
         Continual.load(tmp_path / "tasks.lapwing", nn.Sequential(nn.Linear(3, 5)).double())
+    x = torch.zeros(1, 3, dtype=torch.float64)
+    with pytest.raises(OptionError, match="pred is 'nn'"):
+        continual.predict(x, pred="nn")
+    with pytest.raises(LapwingError, match="expected"):
+        continual.penalty(torch.zeros(continual.space.size + 1, dtype=torch.float64))
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
-    with pytest.raises(ParameterError, match="the weights of the model are not"):
-        continual.learn(classes(1), epochs=1)
+    calls: list[Callable[[], object]] = [
+        lambda: continual.learn(classes(1), epochs=1),
+        lambda: continual.predict(x),
+        lambda: continual.scores(x),
+        lambda: continual.save(tmp_path / "later.lapwing"),
+    ]
+    for call in calls:
+        with pytest.raises(ParameterError, match="the weights of the model are not"):
+            call()
+    assert not (tmp_path / "later.lapwing").exists()
     full = Continual(body(), "classification", structure="full", heads=make_head)
     with pytest.raises(OptionError, match="between shared weights and a head"):
         full.learn(classes(0), epochs=1)
