@@ -23,17 +23,25 @@ from lapwing.laplace import Laplace
 from lapwing.laplace.hyper import checked_noise, checked_precision, checked_temperature
 from lapwing.laplace.tuning import Exponents, starting_precision
 from lapwing.likelihoods import Categorical, Gaussian
-from lapwing.linalg import Diagonal
+from lapwing.linalg import Diagonal, Effort, MatrixFree
 from lapwing.linalg.checks import check_precisions, normal
+from lapwing.linalg.contracts import check_groups
 from lapwing.linalg.low_rank import LowRank
+from lapwing.linalg.matrix_free import DenseProducts
 from lapwing.params import ParamSpace
+from lapwing.priors import Gaussian as Earlier
 from lapwing.priors import Prior
 from lapwing.subnetwork.choices import last_layers
 from lapwing.subnetwork.swag import swag_variance
 from lapwing.tables.conformal import amount_scores, quantile
 from lapwing.tables.fit import check_seed
+from lapwing.tables.network import Spec
 from lapwing.tables.reading import open_table
 from lapwing.tangent import Tangent
+from lapwing.training import Continual, GaussNewton
+from lapwing.training.autoencoder.curvatures import estimator_of
+from lapwing.training.autoencoder.online import Schedule
+from lapwing.training.damping import Damping
 from lapwing.training.options import check_numbers, starting_noise
 
 SMALL, ALMOST = 1e-30, 1 - 1e-9
@@ -93,7 +101,16 @@ def linear_mode(**options: Any) -> Any:
     return fitted("full").linear_mode(data(), **options)
 
 
+def steps(**options: Any) -> GaussNewton:
+    return GaussNewton(network(), Gaussian(), **options)
+
+
+def posterior() -> Any:
+    return Laplace(network(), "regression", "all", "diag")
+
+
 SPACE = ParamSpace.of(network())
+PRODUCTS = MatrixFree(DenseProducts(torch.ones(1, 2)), Effort(0.1))
 BOUNDARIES = (
     Boundary("seed of a table", check_seed, (0, 2**64 - 1), (-1, 2**64, True, 1.0)),
     Boundary(
@@ -182,6 +199,62 @@ BOUNDARIES = (
         (2,),
         (1,),
     ),
+    Boundary("tau", lambda v: Damping(v, None), (0.0, SMALL), (-SMALL, inf, nan)),
+    Boundary("zeta", lambda v: Damping(1.0, v), (0.0, None), (-SMALL, inf, nan)),
+    Boundary("decay of tau", lambda v: Damping(1.0, 1.0, tau_decay=v), (SMALL, ALMOST), (0.0, 1.0, nan)),
+    Boundary("decay of zeta", lambda v: Damping(1.0, 1.0, zeta_decay=v), (SMALL, ALMOST), (0.0, 1.0, nan)),
+    Boundary("steps between looks at tau", lambda n: Damping(1.0, 1.0, tau_every=n), (1,), (0, True)),
+    Boundary("steps between looks at zeta", lambda n: Damping(1.0, 1.0, zeta_every=n), (1,), (0, True)),
+    Boundary("moving average", lambda v: steps(moving_average=v), (0.0, ALMOST), (-SMALL, 1.0, nan, True)),
+    Boundary("refresh", lambda n: steps(refresh=n), (1,), (0, True)),
+    Boundary("micro-batch", lambda n: steps(micro_batch=n), (1, None), (0, True)),
+    Boundary("weight decay", lambda v: steps(weight_decay=v), (0.0, SMALL), (-SMALL, inf, nan)),
+    Boundary("points of a prior", lambda n: steps(prior=Prior.isotropic(SPACE), points=n), (1,), (0, True, None)),
+    Boundary("epochs of steps", lambda n: steps().fit(data(), epochs=n), (1,), (0, True)),
+    Boundary("number of steps", lambda n: steps().fit(data(), steps=n), (1,), (0, True)),
+    Boundary("tolerance of steps", lambda v: steps().fit(data(), steps=1, tolerance=v), (0.0, 0.5), (-SMALL, 1.0, nan)),
+    Boundary(
+        "steps to a mode", lambda n: lapwing.to_mode(posterior(), data(), steps=n, tolerance=ALMOST), (1,), (0, True)
+    ),
+    Boundary(
+        "tolerance of a mode",
+        lambda v: lapwing.to_mode(posterior(), data(), steps=1, tolerance=v),
+        (ALMOST,),
+        (0.0, 1.0),
+    ),
+    Boundary("forgetting", lambda v: Schedule(forgetting=v), (0, 0.0, ALMOST), (-SMALL, 1.0, nan, True)),
+    Boundary("first curvature", lambda v: Schedule(start=v), (0.0, SMALL), (-SMALL, inf, nan, True)),
+    Boundary("weight of a curvature", lambda v: Schedule(weight=v), (SMALL,), (0.0, inf, nan, True)),
+    Boundary("temperature of a schedule", lambda v: Schedule(temperature=v), (SMALL,), (0.0, inf, nan, True)),
+    Boundary("prior of a schedule", lambda v: Schedule(prior_precision=v, start=1.0), (0.0,), (-SMALL, inf, nan, True)),
+    Boundary("prior without a start", lambda v: Schedule(prior_precision=v), (SMALL,), (0.0,)),
+    Boundary("draws of a curvature", lambda n: estimator_of("sampled", n), (1, 2), (0, True)),
+    Boundary("draws where none are", lambda n: estimator_of("exact", n), (1,), (2,)),
+    Boundary("tolerance of solves", Effort, (SMALL, ALMOST), (0.0, 1.0, nan)),
+    Boundary("iterations of solves", lambda n: Effort(0.1, iterations=n), (2,), (1, True)),
+    Boundary("probes", lambda n: Effort(0.1, probes=n), (2,), (1, True)),
+    Boundary("steps of Lanczos", lambda n: Effort(0.1, steps=n), (1,), (0, True)),
+    Boundary("systems at once", lambda n: Effort(0.1, block=n), (1, None), (0, True)),
+    Boundary("multiple of products", lambda v: (PRODUCTS * v).with_prior(1.0), (0.0, SMALL), (-1.0, inf, nan)),
+    Boundary("prior of products", PRODUCTS.with_prior, (SMALL, 1.0), (0.0, -1.0, inf, nan)),
+    Boundary("weights of a prior", lambda n: Earlier(torch.zeros(n), Diagonal(torch.ones(3)), 1.0), (3,), (2, 4)),
+    Boundary("base of a prior", lambda v: Earlier(torch.zeros(3), Diagonal(torch.ones(3)), v), (0.0,), (-1.0, inf)),
+    Boundary("mean of a prior", lambda v: Earlier(torch.tensor([v]), Diagonal(torch.ones(1)), 1.0), (0.0,), (inf,)),
+    Boundary("multiplier of tasks", lambda v: Continual(network(), "regression", multiplier=v), (0, SMALL), (-1, inf)),
+    Boundary("prior of tasks", lambda v: Continual(network(), "regression", prior_precision=v), (0,), (-1, inf, nan)),
+    Boundary("epsilon", lambda v: Continual(network(), "regression", method="si", epsilon=v), (SMALL,), (0, -1, inf)),
+    Boundary("inputs of a network", lambda n: Spec(n, 1), (1,), (0, True)),
+    Boundary("outputs of a network", lambda n: Spec(1, n), (1,), (0, True)),
+    Boundary("width of a network", lambda n: Spec(1, 1, width=n), (1,), (0, True)),
+    Boundary("depth of a network", lambda n: Spec(1, 1, depth=n), (0,), (-1, True)),
+    Boundary(
+        "tolerance of invariance",
+        lambda v: lapwing.scale_invariant_groups(network(), data()[0][0], tolerance=v),
+        (SMALL,),
+        (0.0, inf, nan),
+    ),
+    Boundary("number of a group of variances", lambda n: check_groups(torch.tensor([n, 0]), 2), (0, 3), (-1,)),
+    Boundary("numbers of groups", lambda n: check_groups(torch.zeros(n, dtype=torch.int64), 2), (2,), (1, 3)),
 )
 
 

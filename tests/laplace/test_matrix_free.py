@@ -20,6 +20,7 @@ from lapwing.laplace import BaseLaplace
 from lapwing.likelihoods import Categorical, Poisson
 from lapwing.linalg import MatrixFree
 from lapwing.linalg.matrix_free import MatrixFreePrecision
+from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 from unchanged import unchanged
 
@@ -92,6 +93,17 @@ def test_products_of_the_fisher_and_of_the_empirical_one(cotangents: Any) -> Non
     found = estimate.matrix_free(tangent, Categorical(), batches, cotangents=cotangents)
     close(found.dense(), dense)
     close(found.mv(torch.ones(found.size).double()), dense.sum(0))
+
+
+@pytest.mark.parametrize("cotangents", [estimate.fisher, empirical])
+def test_products_over_a_part_of_the_weights_go_by_the_columns_at_the_outputs(cotangents: Any) -> None:
+    model = net()
+    tangent = Tangent(model, ParamSpace.of(model).select(mask=torch.arange(0, 31, 2)))
+    batches = data("classification", cut=15)
+    dense = estimate.full(tangent, Categorical(), batches, cotangents=cotangents).dense()
+    found = estimate.matrix_free(tangent, Categorical(), batches, cotangents=cotangents)
+    v = torch.randn(4, found.size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    close(found.mv(v), v @ dense)
 
 
 def test_draws_of_the_data_noise_have_the_curvature_as_covariance() -> None:

@@ -185,6 +185,19 @@ def test_draws_solve_for_noise_with_the_covariance_of_the_precision() -> None:
     assert bool((white.mean(0).abs() < 4.5 / 4000**0.5).all())
 
 
+def test_draws_of_data_that_were_added_have_the_covariance_of_the_sum() -> None:
+    """10,000 draws, every entry of the second moments within five standard errors."""
+    parts = [normal(generator(seed), 3, 4) for seed in (1, 2)]
+    first, second = (MatrixFree(DenseProducts(each), Effort(1e-10)) for each in parts)
+    whole = first * 4.0 + second
+    dense = 4 * parts[0].mT @ parts[0] + parts[1].mT @ parts[1]
+    close(whole.dense(), dense)
+    close(whole.diagonal(), dense.diagonal())
+    draws, n = whole.products.draw(10_000, generator(0)), 10_000
+    error = ((dense.square() + dense.diagonal()[:, None] * dense.diagonal()) / n).sqrt()
+    assert bool(((draws.mT @ draws / n - dense).abs() < 5 * error).all())
+
+
 def test_a_decomposition_that_is_too_short_is_said() -> None:
     curvature, _ = made(Effort(1e-8, probes=200, steps=3))
     with pytest.warns(LapwingWarning, match=r"may be too large by .* after 3 steps.*Allow more steps"):

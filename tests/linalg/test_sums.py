@@ -28,7 +28,7 @@ from lapwing.linalg import (
 
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 LAYOUT = MatrixLayout(0, (3, 4), (0, 1), groups=1, rows=3, cols=4, bias=12)
-KINDS = ("kronecker", "sum", "corrected", "diagonal", "mixed", "separate")
+KINDS = ("kronecker", "sum", "corrected", "diagonal", "mixed", "separate", "lookup")
 
 
 def psd(n: int, k: int = 1) -> Tensor:
@@ -49,6 +49,8 @@ def block(kind: str) -> Curvature:
         return MixedSum((product().in_eigenbasis(), Diagonal(torch.rand(15, dtype=torch.float64))))
     if kind == "separate":
         return product(joint=False)
+    if kind == "lookup":  # a factor that is diagonal, as that of a table
+        return Kronecker(LAYOUT, (Term(torch.rand(1, 5, dtype=torch.float64), psd(3), 2.0),)).in_eigenbasis()
     return product() + product() if kind == "sum" else product()
 
 
@@ -109,6 +111,40 @@ def test_blocks_and_what_is_not_of_blocks() -> None:
     assert isinstance(total(blocks, whole), Dense)
 
 
+def test_sums_of_blocks_keep_the_names_of_what_no_data_have_reached() -> None:
+    def zeros(name: str, start: int, stop: int) -> Block:
+        return Block(name, Segments(((start, stop),)), Diagonal(torch.zeros(stop - start, dtype=torch.float64)))
+
+    one = Block("b", Segments(((2, 3),)), Dense(psd(1)[0]))
+    first = Blocks(4, (zeros("a", 0, 2), one, zeros("c", 3, 4)))
+    second = Blocks(4, (zeros("other", 0, 1), zeros("others", 1, 2), one, zeros("third", 3, 4)))
+    found = total(first, second)
+    assert isinstance(found, Blocks)
+    assert [(block.name, block.segments.intervals) for block in found.blocks] == [
+        ("a", ((0, 2),)),
+        ("b", ((2, 3),)),
+        ("c", ((3, 4),)),
+    ]
+    torch.testing.assert_close(found.dense(), first.dense() + second.dense(), **EXACT)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_damped_factors_that_are_diagonal(joint: bool) -> None:
+    """Factors as vectors, on either side, are those of the diagonal matrices."""
+    torch.manual_seed(0)
+    col, row = torch.rand(1, 5, dtype=torch.float64), torch.rand(1, 3, dtype=torch.float64)
+    v = torch.randn(2, 15, dtype=torch.float64)
+    for cols, rows in ((col, psd(3)), (psd(5), row), (col, row)):
+        dense = [each if each.dim() == 3 else torch.diag_embed(each) for each in (cols, rows)]
+        ours, theirs = (
+            Kronecker(LAYOUT, (Term(*each, 2.0),), joint_bias=joint, factored_damping=True).with_prior(0.3)
+            for each in ((cols, rows), dense)
+        )
+        torch.testing.assert_close(ours.mv(v), theirs.mv(v), **EXACT)
+        torch.testing.assert_close(ours.mv(v), v @ ours.to_matrix(), **EXACT)
+        torch.testing.assert_close(ours.solve(v), torch.linalg.solve(ours.to_matrix(), v.mT).mT, **EXACT)
+
+
 def test_large_sums_without_a_structure_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "DENSE_LIMIT", 0)
     torch.manual_seed(0)
@@ -135,3 +171,14 @@ def test_merged_factors_have_the_partial_traces_of_the_sum(groups: int) -> None:
     # a scale that moves from one factor to the other changes nothing
     moved = [Kronecker(layout, (Term(5 * p.terms[0].cols, p.terms[0].rows / 5, 2.0),)) for p in parts[:1]]
     torch.testing.assert_close(merged_factors([*moved, *parts[1:]]).dense(), one.dense(), **EXACT)
+
+
+def test_merged_factors_of_one_product_and_of_a_diagonal_one() -> None:
+    torch.manual_seed(0)
+    one = product()
+    assert merged_factors([one]) is one
+    diagonal = Kronecker(LAYOUT, (Term(torch.rand(1, 5, dtype=torch.float64), psd(3), 1.0),))
+    spelled = Kronecker(LAYOUT, (Term(torch.diag_embed(diagonal.terms[0].cols), diagonal.terms[0].rows, 1.0),))
+    for parts in ([one, diagonal], [diagonal, one]):
+        expected = merged_factors([spelled if part is diagonal else part for part in parts])
+        torch.testing.assert_close(merged_factors(parts).dense(), expected.dense(), **EXACT)

@@ -59,6 +59,14 @@ TAKEN_OUT: dict[int, dict[int, str]] = {
         44: "twice a rounding allowed for",
         51: "one cotangent at a time or several: the same numbers",
     },
+    8: {
+        2: "whether the text of an error shows a value",
+        11: "how many examples the text of a remark names",
+        45: "what is said of batch norm, which is asked for by its name before",
+        47: "a default that the only caller does not use",
+        51: "a position just behind a segment is the first of the next: the same number",
+        53: "where a search starts: it comes to the same width",
+    },
 }
 """By seed and number of a mistake: why it changes no result."""
 BUDGET = 150.0

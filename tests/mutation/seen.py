@@ -42,6 +42,8 @@ SEEN = ROOT / "build" / "seen"
 VARIABLE = "LAPWING_SEEN"
 """Names the folder that the plugin writes to."""
 MARKS = "__seen__"
+DEFAULTS = ("tests/compat/test_defaults.py", "tests/compat/test_signatures.py")
+"""Tests that read defaults without a call."""
 
 Block = tuple[str, int]
 """A file under `src/lapwing` and the number of a block of it, in the order of the text."""
@@ -260,14 +262,27 @@ def seen() -> Seen:
 def those_that_execute(file: str, text: str, place: Place) -> set[str]:
     """The tests that execute what is at a place of a file.
 
-    What is executed at import counts as seen where it is used: defaults of parameters with the function's body, a
-    name of the module in every block of the library that speaks of it, the rest of a class or module in all its blocks.
-    So does a block that is executed at import and later.
+    What is executed at import counts as seen where it is used: defaults of parameters with the function's body (and in
+    `DEFAULTS`), a name of the module in every block of the library that speaks of it, the rest of a class or module in
+    all its blocks. So does a block that is executed at import and later.
     """
     tree = ast.parse(text)
     spans = blocks(tree)
-    within = [i for i, span in enumerate(spans) if span.start <= place < span.stop]
-    within += [i for i, span in enumerate(spans) if any(_inside(place, default) for default in _defaults(span.owner))]
+    of = [i for i, span in enumerate(spans) if any(_inside(place, default) for default in _defaults(span.owner))]
+    if of or any(isinstance(node, ast.AnnAssign) and _inside(place, node) for node in _of_classes(tree)):
+        read = {test for test in seen().seconds if test.startswith(DEFAULTS)}
+        return read | _that_execute(file, tree, spans, place, of)
+    return _that_execute(file, tree, spans, place, of)
+
+
+def _of_classes(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements in the bodies of classes, such as fields with a default."""
+    return (part for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for part in node.body)
+
+
+def _that_execute(file: str, tree: ast.Module, spans: list[Span], place: Place, of: list[int]) -> set[str]:
+    """`of` are the bodies of the functions that the place is a default of."""
+    within = [i for i, span in enumerate(spans) if span.start <= place < span.stop] + of
     if within and (file, within[-1]) not in executed_at_import():
         return seen().tests.get((file, within[-1]), set())
     around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _inside(place, node)]

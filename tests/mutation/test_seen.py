@@ -11,7 +11,7 @@ import pytest
 
 from mutation import seen
 from mutation.draw import drawn
-from mutation.seen import MARKS, Seen, blocks, in_order, marked, those_that_execute
+from mutation.seen import DEFAULTS, MARKS, Seen, blocks, in_order, marked, those_that_execute
 
 TEXT = '''
 """A module."""
@@ -86,7 +86,8 @@ def test_each_block_has_a_mark(hit: set[tuple[str, int]], names: list[str]) -> N
 
 def test_places_lead_to_the_tests_of_their_blocks(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     known = {("text.py", i): {name} for i, name in enumerate(names)}
-    monkeypatch.setattr(seen, "seen", lambda: Seen({}, {}, known))
+    read = f"{DEFAULTS[0]}::test"
+    monkeypatch.setattr(seen, "seen", lambda: Seen({read: 1.0}, {}, known))
     monkeypatch.setattr(seen, "executed_at_import", set)
     monkeypatch.setattr(seen, "_speaking_of", lambda name: [("text.py", 5)] if name == "LIMIT" else [])
 
@@ -96,11 +97,11 @@ def test_places_lead_to_the_tests_of_their_blocks(monkeypatch: pytest.MonkeyPatc
 
     assert met("-1") == {"return -1"}
     assert met("< zero") == {'"""A docstring."""'}
-    assert met("0):") == {'"""A docstring."""'}, "a default is met by the function's tests"
+    assert met("0):") == {'"""A docstring."""', read}, "a default is met by the function's tests, and read"
     assert met("> LIMIT") == {"x = 1 if x > LIMIT else 2"}
     assert met("+ 1") == {"x + 1"}
     assert met("3") == known["text.py", 5], "a name of the module is met where it is spoken of"
-    assert met("4") == {"try:", "return self.number / 0", "return OTHER(self.number)"}
+    assert met("4") == {"try:", "return self.number / 0", "return OTHER(self.number)", read}
 
 
 def test_quick_tests_and_other_functions_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor, nn
 
 import problems
 from lapwing import Laplace
-from lapwing.errors import DataError, NotFittedError, OptionError, ParameterError, StorageError
+from lapwing.errors import DataError, LapwingError, NotFittedError, OptionError, ParameterError, StorageError
 from lapwing.estimate import by_name
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.linalg import Blocks, Diagonal, KroneckerSum, total
@@ -530,10 +532,23 @@ def test_calls_without_a_meaning_are_refused(tmp_path: Path) -> None:
     continual.save(tmp_path / "tasks.lapwing")
     with pytest.raises(StorageError, match=r"0\.weight"):
         Continual.load(tmp_path / "tasks.lapwing", nn.Sequential(nn.Linear(3, 5)).double())
+    x = torch.zeros(1, 3, dtype=torch.float64)
+    with pytest.raises(OptionError, match="pred is 'nn'"):
+        continual.predict(x, pred="nn")
+    with pytest.raises(LapwingError, match="expected"):
+        continual.penalty(torch.zeros(continual.space.size + 1, dtype=torch.float64))
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
-    with pytest.raises(ParameterError, match="the weights of the model are not"):
-        continual.learn(classes(1), epochs=1)
+    calls: list[Callable[[], object]] = [
+        lambda: continual.learn(classes(1), epochs=1),
+        lambda: continual.predict(x),
+        lambda: continual.scores(x),
+        lambda: continual.save(tmp_path / "later.lapwing"),
+    ]
+    for call in calls:
+        with pytest.raises(ParameterError, match="the weights of the model are not"):
+            call()
+    assert not (tmp_path / "later.lapwing").exists()
     full = Continual(body(), "classification", structure="full", heads=make_head)
     with pytest.raises(OptionError, match="between shared weights and a head"):
         full.learn(classes(0), epochs=1)
@@ -561,3 +576,257 @@ def test_inputs_of_another_task_are_flagged() -> None:
     seen = data[0][0]
     assert float(continual.unseen(seen, data[1][0], 0.9).double().mean()) < 0.3
     assert bool(continual.unseen(5 * seen, seen, 0.9).double().mean() > 0.7)
+
+
+# -- what else a user relies on ----------------------------------------------------------------------------------------
+
+
+def descent(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.01)
+
+
+def regression(method: str = "online", structure: str = "full", **options: Any) -> tuple[nn.Module, Continual]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    return model, Continual(model, Gaussian(0.5), method=method, structure=structure, **options)
+
+
+def test_numbers_are_predicted_with_their_variance(tmp_path: Path) -> None:
+    model, continual = regression(prior_precision=0.7)
+    data = numbers(0)
+    assert continual.tasks == 0
+    continual.learn(data, epochs=3, optimizer=newton)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    covariance = torch.linalg.inv(data[0][0].T @ data[0][0] / 0.25 + 0.7 * torch.eye(3, dtype=torch.float64))
+    mean, variance = continual.predict(x)
+    torch.testing.assert_close(mean, model(x).detach(), **EXACT)
+    expected = torch.einsum("n i, i j, n j -> n", x, covariance, x)
+    torch.testing.assert_close(variance, expected.unsqueeze(1), **EXACT)
+    torch.testing.assert_close(continual.scores(x), expected, **EXACT)
+    continual.save(tmp_path / "tasks.lapwing")  # the noise is in the file
+    loaded = Continual.load(tmp_path / "tasks.lapwing", nn.Linear(3, 1, bias=False, dtype=torch.float64))
+    torch.testing.assert_close(loaded.predict(x)[1], variance, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("link", ["probit", "bridge", "bridge_norm"])
+def test_links_are_those_of_the_plain_fit(link: str) -> None:
+    model, data = network(), classes(0)
+    continual = Continual(model, "classification", structure="full")
+    continual.learn(data, epochs=2, optimizer=adam)
+    la = Laplace(model, "classification", "all", "full")
+    la.fit(data)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    torch.testing.assert_close(continual.predict(x, link=link), la(x, link_approx=link), **EXACT)
+
+
+def test_scores_above_a_quantile_are_flagged() -> None:
+    """Strictly above: the inputs that set the quantile are not."""
+    _, continual = regression()
+    continual.learn(numbers(0), epochs=1)
+    seen = torch.arange(1, 12, dtype=torch.float64).unsqueeze(1) * torch.ones(3, dtype=torch.float64)
+    assert continual.unseen(seen, seen, 0.5).tolist() == [False] * 6 + [True] * 5
+    assert continual.unseen(seen, seen[:1], 0.5).tolist() == [False] + [True] * 10
+    for share in (0.0, 1.0):
+        with pytest.raises(ParameterError, match="share is"):
+            continual.unseen(seen, seen, share)
+
+
+@pytest.mark.parametrize("given", [None, 80])
+def test_the_quadratic_is_divided_by_the_points_that_are_given(given: int | None) -> None:
+    """One step of gradient descent on the second task, by hand."""
+    model, continual = regression(prior_precision=0.7)
+    continual.learn(numbers(0), epochs=2, optimizer=newton)
+    before, (x, y) = model.weight.detach().clone(), numbers(1)[0]
+    posterior = continual.posterior.precision.to_matrix()
+    losses: list[float] = []
+    learned = continual.learn(
+        [(x, y)], epochs=2, optimizer=descent, points=given, callback=lambda epoch: losses.append(epoch.loss)
+    )
+    assert (learned.task, learned.points) == (1, given or len(x))
+    assert learned.losses == tuple(losses)
+    weight, points = before, given or len(x)
+    for _ in range(2):
+        slope = (weight @ x.T - y.T) @ x / 0.25 / len(x) + (weight - before) @ posterior / points
+        weight = weight - 0.01 * slope
+    torch.testing.assert_close(model.weight.detach(), weight, **EXACT)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_joint_training_divides_by_the_points_of_all_tasks() -> None:
+    model, continual = regression("joint", prior_precision=0.7)
+    continual.learn(numbers(0), epochs=1, optimizer=newton)
+    weight = model.weight.detach().clone()
+    continual.learn(numbers(1, n=4), epochs=1, optimizer=descent)
+    for x, y in (numbers(0)[0], numbers(1, n=4)[0]):  # a batch of every task in turn
+        weight = weight - 0.01 * ((weight @ x.T - y.T) @ x / 0.25 / len(x) + 0.7 * weight / 12)
+    torch.testing.assert_close(model.weight.detach(), weight, **EXACT)
+
+
+def test_importances_of_shared_weights_leave_heads_out() -> None:
+    model, head = nn.Linear(1, 1, bias=False, dtype=torch.float64), nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(head.weight)
+    one = torch.ones(2, 1, dtype=torch.float64)
+    continual = Continual(model, "regression", method="si", prior_precision=0.0, epsilon=0.01, heads=[head])
+    continual.learn([(one, 3 * one)], epochs=1, optimizer=lambda params: torch.optim.SGD(params, 0.1))
+    step = 0.1 * 2  # the slope is (1 * 1 - 3) * 1
+    assert continual.memory.anchors[0].mean.tolist() == [1 + step]
+    assert continual.memory.anchors[0].curvature.dense().item() == pytest.approx(2 * 2 * step / (step**2 + 0.01))
+    assert continual.memory.heads[0].mean.tolist() == [1 + step]
+    assert continual.heads == (head,)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full", "blocks"])
+def test_merging_leaves_alone_what_is_no_product(structure: str) -> None:
+    kept, merged = (
+        Continual(network(), "classification", structure=structure, terms=each) for each in ("keep", "factors")
+    )
+    for continual in (kept, merged):
+        for seed in range(2):
+            continual.learn(classes(seed), epochs=1, optimizer=adam)
+    assert merged.merge_error == 0
+    theta = torch.randn(kept.space.size, dtype=torch.float64)
+    torch.testing.assert_close(merged.penalty(theta), kept.penalty(theta), **EXACT)
+
+
+def test_a_failure_leaves_no_gradients_and_what_was_known() -> None:
+    model, data = network(), classes(1)
+    continual = Continual(model, "classification")
+    continual.learn(classes(0), epochs=1, optimizer=adam)
+    before = continual.posterior
+
+    def fail(epoch: Epoch) -> None:
+        raise Killed
+
+    with unchanged(model), pytest.raises(Killed):
+        continual.learn(data, epochs=1, optimizer=adam, callback=fail)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert continual.tasks == 1
+    assert continual.posterior is before
+    continual.learn(data, epochs=1, optimizer=adam)
+    assert continual.posterior is not before
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_checkpoint_is_written_as_often_as_asked(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+    path = tmp_path / "task.lapwing"
+    there: list[bool] = []
+
+    def look(epoch: Epoch) -> None:  # before the checkpoint of its epoch
+        there.append(path.exists())
+
+    def learn(epochs: int, **options: Any) -> None:
+        continual = Continual(network(), "classification")
+        continual.learn(classes(0), epochs, adam, checkpoint=path, checkpoint_every=every, **options)
+
+    def fail(epoch: Epoch) -> None:
+        if epoch.number == 3:
+            raise Killed
+
+    learn(3, callback=look)
+    assert there == ([False, True, True] if every == 1 else [False, False, True])
+    assert not path.exists()
+    with pytest.raises(Killed):
+        learn(3, callback=fail)
+    with pytest.raises(StorageError, match="epochs was 3 and is 4"):
+        learn(4)
+    with pytest.raises(StorageError, match="points was 12 and is 13"):
+        learn(3, points=13)
+    for wrong in (0, True, 1.5):
+        with pytest.raises(OptionError, match="checkpoint_every is"):
+            Continual(network(), "classification").learn(classes(0), checkpoint=path, checkpoint_every=wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_heads_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+    one = make_head()
+    with pytest.raises(OptionError, match="one module twice"):
+        Continual(body(), "classification", heads=[one, one])
+    with pytest.raises(OptionError, match="heads is a list"):
+        Continual(body(), "classification", heads=[one, 3])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OptionError, match="heads is a Linear"):
+        Continual(body(), "classification", heads=one)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OptionError, match=r"heads\(\) made a int"):
+        Continual(body(), "classification", heads=lambda: 3).learn(classes(0), epochs=1)  # pyright: ignore[reportArgumentType]
+    again = Continual(body(), "classification", heads=lambda: one)
+    again.learn(classes(0), epochs=1, optimizer=adam)
+    x = torch.zeros(1, 3, dtype=torch.float64)
+    torch.testing.assert_close(again.predict(x), again.predict(x, 0))  # of one head no number is needed
+    with pytest.raises(OptionError, match="another task has"):
+        again.learn(classes(1), epochs=1)
+    two = Continual(body(), "classification", heads=make_head)
+    for seed in range(2):
+        two.learn(classes(seed), epochs=1, optimizer=adam)
+    for head in (None, 2, -1, True, 1.0):
+        with pytest.raises(OptionError, match=r"head is .*expected the number of a task, from 0 to 1"):
+            two.predict(x, head)  # pyright: ignore[reportArgumentType]
+    with torch.no_grad():
+        next(two.heads[1].parameters()).add_(1.0)
+    with pytest.raises(ParameterError, match="the weights of head 1 are not"):
+        two.predict(x, 0)
+
+
+def test_states_that_do_not_fit_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    continual = Continual(network(), "classification", generator=torch.Generator().manual_seed(0))
+    continual.learn(classes(0), epochs=1, optimizer=adam)
+    state = continual.state_dict()
+    fresh = network(seed=1)
+    other = Continual(fresh, "classification", generator=torch.Generator())
+    later = {**state, "version": 2}
+    for wrong, words in (
+        (later, r"version 2; expected at most 1"),
+        ({**state, "memory": "3"}, "holds a int|cannot be read"),
+        ({**state, "memory": "{"}, "cannot be read"),
+        ({name: value for name, value in state.items() if name != "generator"}, "generator's"),
+        ({**state, "model.0.bias": torch.zeros(5)}, r"'0\.bias' is \(5,\)"),
+        ({**state, "model.more": torch.zeros(5)}, "'more' is"),
+        ({name: value for name, value in state.items() if name != "version"}, "no memory"),
+    ):
+        with unchanged(fresh), pytest.raises(StorageError, match=words):
+            other.load_state_dict(wrong)
+        assert other.tasks == 0
+    with pytest.raises(StorageError, match="generator's"):
+        Continual(fresh, "classification").load_state_dict(state)
+    other.load_state_dict(state)
+    assert other.tasks == 1
+    assert torch.equal(other.generator.get_state(), continual.generator.get_state())  # pyright: ignore[reportOptionalMemberAccess]
+    for value in state.values():
+        if isinstance(value, Tensor):
+            value.zero_()
+    assert torch.equal(continual.posterior.mean, continual.space.values(continual.model))  # a state is a copy
+    la = Laplace(network(), "classification", "all", "diag")
+    la.fit(classes(0))
+    la.save(tmp_path / "la.lapwing")
+    with pytest.raises(StorageError, match=r"the file holds .*; expected 'continual'"):
+        Continual.load(tmp_path / "la.lapwing", network())
+
+
+def test_what_is_ones_own_is_given_again(tmp_path: Path) -> None:
+    class Own(Categorical):
+        pass
+
+    path, structure = tmp_path / "own.lapwing", by_name("diag")
+    continual = Continual(network(), Own(), structure=structure)
+    continual.learn(classes(0), epochs=1, optimizer=adam)
+    continual.save(path)
+    for given in ({}, {"likelihood": Own()}, {"structure": structure}):
+        with pytest.raises(StorageError, match="expected those of one's own"):
+            Continual.load(path, network(), **given)
+    loaded = Continual.load(path, network(seed=1), likelihood=Own(), structure=structure)
+    theta = torch.randn(loaded.space.size, dtype=torch.float64)
+    assert torch.equal(loaded.penalty(theta), continual.penalty(theta))
+    with pytest.raises(OptionError, match=r"function of lapwing\.estimate alone"):
+        Continual(network(), "classification", structure=structure, estimator="mc")
+    with pytest.raises(OptionError, match=r"function of lapwing\.estimate alone"):
+        Continual(network(), "classification", structure=structure, options={"sharing": "expand"})
+
+
+@pytest.mark.parametrize("value", [float("inf"), True, "1", -1])
+def test_precisions_that_are_no_numbers_are_refused(value: Any) -> None:
+    with pytest.raises(OptionError, match="expected a finite number >= 0"):
+        Continual(network(), "classification", prior_precision=value)
+    continual = Continual(network(), "classification")
+    continual.learn(classes(0), epochs=1, optimizer=adam)
+    with pytest.raises(OptionError, match="expected a finite number >= 0"):
+        continual.posterior_of(None, value)
