@@ -124,3 +124,17 @@ def test_all_pairs_of_one_logit_are_the_sigmoid() -> None:
     mean, covariance = random_logits(1, 1.5)
     expected = torch.sigmoid(mean / (1 + torch.pi / 8 * covariance[:, :, 0]).sqrt())
     torch.testing.assert_close(probit_full(mean, covariance), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (6, 1), (1, 6), (2, 3)])
+@pytest.mark.parametrize("classes", [1, 3])
+def test_any_axes_may_come_before_the_classes(lead: tuple[int, ...], classes: int) -> None:
+    mean, covariance = random_logits(classes, 1.0)
+    count = torch.Size(lead).numel()
+    mean, covariance = mean[:count], covariance[:count]
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    for link, spread in ((probit, variance), (probit_full, covariance), (quadrature, variance), (bridge, covariance)):
+        if link in (quadrature, bridge) and (classes == 1) != (link is quadrature):
+            continue
+        found = link(mean.reshape(*lead, classes), spread.reshape(*lead, *spread.shape[1:]))
+        torch.testing.assert_close(found, link(mean, spread).reshape(*lead, classes), rtol=1e-12, atol=0)

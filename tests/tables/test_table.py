@@ -14,6 +14,7 @@ import torch
 
 from lapwing.errors import DataError, OptionError
 from lapwing.tables.columns import as_days, as_numbers, as_text, as_truth, infer
+from lapwing.tables.dialect import separator_of
 from lapwing.tables.encoder import FARTHEST, Encoder, Moments, Notes, learn
 from lapwing.tables.reading import find_column, open_table
 from lapwing.tables.targets import CALIBRATION, TEST, TRAIN, UNUSED, Target, choose_task, read_target, split
@@ -443,3 +444,9 @@ def test_the_last_word_of_many_decides_how_dates_are_written() -> None:
         frame = pd.DataFrame({"when": [*unclear, last]})
         found = infer([frame])["when"]
         assert (found.name, found.format) == ("date", form)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_last_row_of_a_sample_counts_where_it_is_whole(whole: bool) -> None:
+    assert separator_of("a;b", whole) == ";"
+    assert separator_of("a;b\nc;d\ne,f,g", whole) == ("," if whole else ";")

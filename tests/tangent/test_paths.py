@@ -106,6 +106,14 @@ def test_dead_units_behind_a_custom_function(seed: int) -> None:
         close(tangent.at(batch).rows(), oracle.jacobian(model, batch))
 
 
+def test_what_is_hidden_is_seen_where_it_is_small_beside_the_rest() -> None:
+    """Far below the root of the rounding, and far above the rounding."""
+    model = Net(lambda m, x: x @ m.w + 1e-10 * Hidden.apply(x, m.a), w=parameter(3, 2), a=parameter(3, 2))
+    x = torch.randn(4, 3)
+    found, expected = Tangent(model).at(x).rows(), oracle.jacobian(model, x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
 def test_a_blank_first_batch() -> None:
     model = Net(lambda m, x: m.out(torch.tanh(Hidden.apply(x, m.w))), w=parameter(3, 2), out=nn.Linear(2, 2))
     x = torch.randn(4, 3)
