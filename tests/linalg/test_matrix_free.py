@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -206,6 +208,20 @@ def test_a_decomposition_that_is_too_short_is_said() -> None:
     pieces = [DenseRows(0, normal(generator(2), 1, 4, SIZE))]
     with pytest.warns(LapwingWarning, match=r"known to a relative .* after 3 products.*Allow more iterations"):
         curvature.sweep(pieces, torch.tensor([1e-3, 1.0]).double())
+
+
+@pytest.mark.parametrize(("largest", "delta"), [(1e8, 1e-8), (1e7, 1e-6)])
+def test_variances_that_rounding_spoils_are_said_to_be(largest: float, delta: float) -> None:
+    """Eigenvalues fifteen orders above the prior: the bracket stays open, and rounding is no excuse for percents."""
+    values = torch.logspace(-9, math.log10(largest), 40, dtype=torch.float64)
+    q = torch.linalg.qr(normal(generator(0), 40, 40)).Q
+    curvature = MatrixFree(DenseProducts((q * values.sqrt()).mT.contiguous()), Effort(1e-9, iterations=200))
+    row, at = normal(generator(1), 1, 1, 40), torch.tensor([delta], dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = float(curvature.sweep([DenseRows(0, row)], at))
+    truth = float(((row[0, 0] @ q).square() / (values + delta)).sum())
+    assert said or abs(found / truth - 1) < 1e-5, f"wrong by {found / truth - 1:.2g}, without a word"
 
 
 def test_a_variance_of_every_one_of_many_weights_is_refused() -> None:

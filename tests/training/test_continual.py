@@ -795,6 +795,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(tmp_path: Path) -
         if isinstance(value, Tensor):
             value.zero_()
     assert torch.equal(continual.posterior.mean, continual.space.values(continual.model))  # a state is a copy
+    assert torch.equal(other.posterior.mean, continual.posterior.mean)  # and so is what was loaded from one
     la = Laplace(network(), "classification", "all", "diag")
     la.fit(classes(0))
     la.save(tmp_path / "la.lapwing")

@@ -41,6 +41,8 @@ from lapwing.linalg.krylov import Nodes, Product, Solution, Tridiagonal, conjuga
 from lapwing.linalg.row_set import Adjoint
 from lapwing.linalg.rows import Piece, assemble
 
+EXCUSED = 1e-6
+"""Relative error of a variance, due to rounding, that is below any use of it."""
 SPELLED_OUT = 4096
 """Weights up to which their variances are solved for, one system each."""
 BLOCK_BYTES = 2**30
@@ -426,8 +428,9 @@ class MatrixFreePrecision(Precision):
             ]
             worst = max(map(width, found))
             largest = max(float(each.gauss[0].max()) for each in found)
-            # eigenvalues are known to the rounding of the largest, and so is a bracket
-            tolerance = max(tolerance, 100 * torch.finfo(scale.dtype).eps * largest * float(scale / self.delta))
+            # eigenvalues are known to the rounding of the largest, and so is a bracket: no warning where that is small
+            rounding = 100 * torch.finfo(scale.dtype).eps * largest * float(scale / self.delta)
+            tolerance = max(tolerance, min(rounding, EXCUSED))
         if worst > tolerance:
             warnings.warn(
                 f"variances under prior precisions from {float(precisions.min()):.3g} on are known to a "

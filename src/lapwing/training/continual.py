@@ -520,7 +520,11 @@ class Continual:
         self._memory, self._heads, self._posteriors, self._tangents = memory, heads, {}, {}
 
     def _memory_of(self, state_dict: Mapping[str, Any]) -> Memory | None:
-        tensors = {name: tensor.to(self.space.device) for name, tensor in _part(state_dict, "memory.").items()}
+        # copies: what becomes of the caller's tensors is no matter of this memory
+        tensors = {
+            name: tensor.detach().to(self.space.device, copy=True)
+            for name, tensor in _part(state_dict, "memory.").items()
+        }
         try:
             memory = unpack(json.loads(state_dict["memory"]), tensors)
         except (DataError, TypeError, ValueError, KeyError) as error:
