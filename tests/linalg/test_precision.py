@@ -219,6 +219,10 @@ class Map:
     def pieces(self) -> list[Piece]:
         return self.pieces_of[0]
 
+    def columns(self) -> Iterator[list[Piece]]:
+        for number in range(self.outputs):
+            yield [piece.of_cotangent(number) for piece in self.pieces_of[0]]
+
 
 @every_structure
 def test_covariance_goes_through_the_parts_of_a_map_in_order(structure: Structure) -> None:
