@@ -203,7 +203,7 @@ def test_rows_of_a_sub_network_stay_within_the_budget() -> None:
     x, y = torch.randn(3, 50), torch.randn(3, 40)
     each = 3 * 4 * (3 * 40 + 3 * 2)
     chunks = pulled(Tangent(model, space, budget=8 * 15 * each), Gaussian(), [(x, y)], estimate.exact, None)
-    assert [chunk.pieces[0].shape[0] for chunk in chunks] == [15, 15, 10]
+    assert [chunk.pieces[0].shape[0] for chunk in chunks] == [14, 14, 12]  # at most 15, in parts of about one size
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
