@@ -3,7 +3,8 @@
 Shapes are checked because `pyproject.toml` passes `--jaxtyping-packages`, which instruments `lapwing` before this
 file is read. To check every call takes two fifths of the suite's time, and the hundredth case of a test meets the
 annotations of its first: the check is on for tests without cases, for the first two cases of the others and every
-sixteenth after them, and for all with `--shapes=all`.
+sixteenth after them, and for all with `--shapes=all`. Tests of tables, reports and the command line run the library
+whole, many calls of the same: every fourth of them is checked, and none that is marked `long`.
 
 Randomness that a test is about arrives as a `torch.Generator` with its seed in the test; the global generator is reset
 before each test only because `torch.nn` initialises weights from it.
@@ -43,6 +44,10 @@ SHAPES = pytest.StashKey[bool]()
 """Whether the shapes of a test are checked."""
 
 
+WHOLE_RUNS = ("cli", "reporting", "tables")
+"""Folders of tests that run the library whole."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shapes", choices=("some", "all"), default="some", help="tests whose every call is checked")
 
@@ -58,8 +63,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         test = item.nodeid.partition("[")[0]
         if "readonly_memmap" in item.nodeid or "check_regressor_data_not_an_array" in item.nodeid:
             item.add_marker(pytest.mark.slow)
-        item.stash[SHAPES] = every or cases[test] < 2 or cases[test] % 16 == 0
-        cases[test] += 1
+        folder = item.path.parent.name
+        some = cases[test] < 2 or cases[test] % 16 == 0
+        if folder in WHOLE_RUNS:
+            some = some and cases[folder] % 4 == 0
+        item.stash[SHAPES] = every or (some and item.get_closest_marker("long") is None)
+        cases.update((test, folder))
 
 
 @pytest.fixture

@@ -112,6 +112,7 @@ def test_a_search_that_runs_out_of_passes_ends_and_says_so(method: str) -> None:
     assert bool(torch.isfinite(la.prior_precision).all())
 
 
+@pytest.mark.long
 def test_steps_far_from_the_mode_are_not_worth_a_close_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newton's method then finds the same theta* in fewer passes."""
     torch.manual_seed(0)

@@ -415,6 +415,7 @@ class Counted:
             yield batch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("structure", "stops"), [("ekfac", (13, 18)), ("lowrank", (2, 5, 46))])
 def test_a_fit_of_several_passes_goes_on_bit_for_bit(
     tmp_path: Path, structure: str, stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,8 @@ from lapwing import Laplace, to_mode
 from lapwing.errors import LapwingWarning, OptionError
 from lapwing.likelihoods import Likelihood
 
+pytestmark = pytest.mark.long
+
 X = torch.linspace(-2, 2, 30, dtype=torch.float64).unsqueeze(1)
 Y = torch.sin(2 * X)
 LABELS = (Y[:, 0] > 0).long()

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -146,35 +145,4 @@ def _inverse(factor: Factor) -> Factor | None:
     root, info = torch.linalg.cholesky_ex(factor)
     if bool((info != 0).any()):
         return None
-    return torch.cholesky_inverse(root) if root.shape[-1] <= BLOCK else _square(_inverse_of_triangle(root))
-
-
-BLOCK, BANDS, ALIGNED = 128, 8, 16
-"""Wide triangles are inverted by products of blocks, which gain more from a second core than LAPACK's inverse."""
-
-
-def _inverse_of_triangle(lower: Float[Tensor, "k d d"]) -> Float[Tensor, "k d d"]:
-    """By halves: the corner below the diagonal is -D^-1 C A^-1."""
-    width = lower.shape[-1]
-    if width <= BLOCK:
-        eye = torch.eye(width, dtype=lower.dtype, device=lower.device)
-        return torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
-    half = _aligned(width / 2)
-    first, last = _inverse_of_triangle(lower[:, :half, :half]), _inverse_of_triangle(lower[:, half:, half:])
-    out = torch.zeros_like(lower)
-    out[:, :half, :half], out[:, half:, half:] = first, last
-    out[:, half:, :half].baddbmm_(last @ lower[:, half:, :half], first, alpha=-1)
-    return out
-
-
-def _square(lower: Float[Tensor, "k d d"]) -> Float[Tensor, "k d d"]:
-    """T^T T of a lower triangle, in bands of columns that leave its zeros out."""
-    width, out = lower.shape[-1], torch.empty_like(lower)
-    for start, stop in pairwise([*(_aligned(width * i / BANDS) for i in range(BANDS)), width]):
-        out[:, :stop, start:stop] = lower[:, start:, :stop].mT @ lower[:, start:, start:stop]
-        out[:, start:stop, :start] = out[:, :start, start:stop].mT
-    return out
-
-
-def _aligned(position: float) -> int:
-    return int(position) // ALIGNED * ALIGNED
+    return torch.cholesky_inverse(root)
