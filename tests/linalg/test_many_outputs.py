@@ -62,6 +62,19 @@ def test_draws_are_those_of_the_weights(name: str, draws: int) -> None:
     close(found, torch.einsum("b c p, n p -> n b c", linear.rows(), deltas))
 
 
+def test_few_draws_of_many_outputs_can_be_differentiated_in_the_inputs() -> None:
+    model, x = convolutional(), X.clone().requires_grad_()
+    precision = curvature("diagonal", Tangent(model)).with_prior(0.7)
+    linear = Tangent(model, differentiable=True).at(x)
+    found = precision.functional_draws(linear, 3, torch.Generator().manual_seed(5))
+    deltas = precision.draw(3, torch.Generator().manual_seed(5))
+    expected = torch.stack([linear.mv(delta).flatten(1) for delta in deltas])
+    close(found.detach(), expected.detach())
+    (ours,) = torch.autograd.grad(found.square().sum(), x, retain_graph=True)
+    (theirs,) = torch.autograd.grad(expected.square().sum(), x)
+    close(ours, theirs)
+
+
 def test_draws_that_do_not_fit_are_made_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = convolutional()
     precision, linear = curvature("diagonal", Tangent(model)).with_prior(0.7), Tangent(model).at(X)

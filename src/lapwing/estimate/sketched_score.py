@@ -28,7 +28,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.linalg.checks import normal
 from lapwing.linalg.sketch import Sketch
 from lapwing.tangent import Tangent
-from lapwing.tangent.inputs import take
+from lapwing.tangent.inputs import batch_size, take
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class SketchedScore:
     def __call__(self, x: Any) -> Float[Tensor, " batch"]:
         """One score for each input: a backward pass for each of its outputs."""
         found = []
-        for number in range(len(self.tangent.at(x).value)):
+        for number in range(batch_size(x)):
             linear = self.tangent.at(take(x, slice(number, number + 1)))
             total = linear.value.new_zeros(())
             for output in range(linear.outputs):

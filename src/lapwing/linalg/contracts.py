@@ -239,9 +239,10 @@ class Precision(ABC):
     ) -> Float[Tensor, "n batch outputs"]:
         """n draws of J v, v ~ N(0, precision^-1): a draw of the weights moves all inputs together, as it should.
 
-        By products with J where there are more outputs than draws, which otherwise share the rows of J.
+        By products with J where there are more outputs than draws, which otherwise share the rows of J; as they do
+        where derivatives in the inputs are asked for, of which every product with J would need the rows.
         """
-        if n < linear_map.outputs:
+        if n < linear_map.outputs and not linear_map.value.requires_grad:
             each = 2 * self.size * linear_map.value.element_size()
             found = []
             for part in chunks(n, each, DEFAULT_BUDGET):
