@@ -22,8 +22,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "c25_autoencoders"))
 from arms import in_processes
-from common import COLOURS, Checks, Experiment, Figures, idx_images, plain, spread
-from sequence import WITHOUT, Batches, Split, accuracy, course, falling, last, learner
+from common import COLOURS, Checks, Experiment, Figures, idx_images
+from sequence import WITHOUT, Batches, Split, accuracy, course, falling, last, learner, outcome
 
 from lapwing.metrics import calibration_error, nll
 from lapwing.training import Continual
@@ -211,15 +211,7 @@ def main(experiment: Experiment) -> None:
     checks = [claims(each) for each in seeds]
     experiment.save(picture(seeds, tried))
     experiment.write(
-        {
-            "best": best,
-            "tried": {
-                arm: [{k: row[k] for k in ("strength", "rate", "mean", "chosen_by")} for row in each]
-                for arm, each in tried.items()
-            },
-            "over_seeds": spread([plain(each) for each in seeds]),
-            "by_seed": {str(seed): plain(each) for seed, each in by_seed.items()},
-        },
+        outcome(best, tried, by_seed),
         SOURCE,
         {name: [each[name] for each in checks] for name in checks[0]},
         reduced=f"{config['tasks']} tasks of 50, {config['train']:,} images of 60,000, {config['epochs']} epochs of "

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from common import Figures, plain, spread
 from torch import Tensor, nn
 
 from lapwing.training import Continual
@@ -97,3 +98,14 @@ def falling(epochs: int) -> Callable[[torch.optim.Optimizer], Any]:
 def last(rows: Sequence[Sequence[float]]) -> float:
     """The mean over tasks after the last of them."""
     return fmean(rows[-1])
+
+
+def outcome(best: dict[str, Any], tried: dict[str, list[Figures]], by_seed: dict[int, Figures]) -> dict[str, Any]:
+    """What is written of arms whose strengths and rates were chosen on a seed of their own."""
+    shown = "strength", "rate", "mean", "chosen_by"
+    return {
+        "best": best,
+        "tried": {arm: [{key: row[key] for key in shown} for row in rows] for arm, rows in tried.items()},
+        "over_seeds": spread([plain(each) for each in by_seed.values()]),
+        "by_seed": {str(seed): plain(each) for seed, each in by_seed.items()},
+    }

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "c25_autoencoders"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "c31_permuted_mnist"))
 from arms import in_processes
-from common import COLOURS, Checks, Experiment, Figures, colour_images, idx_images, plain, spread
-from sequence import WITHOUT, Batches, Split, accuracy, course, falling, last, learner
+from common import COLOURS, Checks, Experiment, Figures, colour_images, idx_images
+from sequence import WITHOUT, Batches, Split, accuracy, course, falling, last, learner, outcome
 
 SETS = {"mnist": "MNIST", "notmnist": "notMNIST", "fashion-mnist": "Fashion", "svhn": "SVHN", "cifar10": "CIFAR10"}
 METHODS = ("online", "non-online", "EWC")
@@ -231,15 +231,7 @@ def main(experiment: Experiment) -> None:
     checks = [claims(each) for each in seeds]
     experiment.save(picture(seeds))
     experiment.write(
-        {
-            "best": best,
-            "tried": {
-                arm: [{k: row[k] for k in ("strength", "rate", "mean", "chosen_by")} for row in each]
-                for arm, each in tried.items()
-            },
-            "over_seeds": spread([plain(each) for each in seeds]),
-            "by_seed": {str(seed): plain(each) for seed, each in by_seed.items()},
-        },
+        outcome(best, tried, by_seed),
         SOURCE,
         {name: [each[name] for each in checks] for name in checks[0]},
         reduced=f"{config['train']:,} images of each set of about 50,000, {config['epochs']} epochs; notMNIST, SVHN "

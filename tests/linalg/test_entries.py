@@ -54,3 +54,16 @@ def test_ten_weights_of_a_wide_layer_take_no_memory_of_its_size() -> None:
         pieces = linear.pieces()
     assert largest.numel < 3_000_000, largest.where
     assert pieces[0].shape == (5, 40)
+
+
+def test_ten_weights_of_a_table_take_no_memory_of_its_size() -> None:
+    """A batch of 40 with five outputs: whole rows of 400,000 entries would be 80 million numbers."""
+    model = nn.Sequential(nn.Embedding(50_000, 8), nn.Flatten(), nn.Linear(24, 5))
+    x = torch.randint(0, 50_000, (40, 3), generator=torch.Generator().manual_seed(0))
+    looked_up = x.flatten()[:10] * 8 + torch.arange(10) % 8
+    chosen = Tangent(model).space.select(mask=looked_up.sort().values)
+    linear = Tangent(model, chosen).at(x)
+    with Largest() as largest:
+        (rows,) = linear.pieces()
+    assert largest.numel < 1_000_000, largest.where
+    assert bool(assemble([rows], 10, slice(0, 40)).any())

@@ -56,23 +56,15 @@ class Stage(ABC):
         assert isinstance(total, Curvature)
         return total
 
-    def _estimated(
-        self,
-        recipe: Recipe,
-        tangent: AnyTangent,
-        likelihood: Likelihood,
-        batches: Batches,
-        generator: torch.Generator | None,
-        total: Sum | None,
-    ) -> Curvature:
-        before = self.base if total is None else total
-        assert before is None or isinstance(before, Curvature)
-        return recipe(tangent, likelihood, batches, generator, before)
-
 
 @dataclass(frozen=True, eq=False)
 class OnePass(Stage):
     """A curvature that adds up as it is."""
+
+    @property
+    def taken(self) -> Recipe:
+        """What this pass estimates."""
+        return self.recipe
 
     def part(
         self,
@@ -82,7 +74,9 @@ class OnePass(Stage):
         generator: torch.Generator | None,
         total: Sum | None,
     ) -> Sum:
-        return self._estimated(self.recipe, tangent, likelihood, batches, generator, total)
+        before = self.base if total is None else total
+        assert before is None or isinstance(before, Curvature)
+        return self.taken(tangent, likelihood, batches, generator, before)
 
     def following(self, total: Sum, tangent: AnyTangent) -> Stage | None:
         return None
@@ -92,16 +86,9 @@ class OnePass(Stage):
 class InBasis(OnePass):
     """Kronecker factors (0), and the diagonal in their eigenbasis (1)."""
 
-    def part(
-        self,
-        tangent: AnyTangent,
-        likelihood: Likelihood,
-        batches: Batches,
-        generator: torch.Generator | None,
-        total: Sum | None,
-    ) -> Sum:
-        recipe = self.recipe if self.number else replace(self.recipe, structure="kron")
-        return self._estimated(recipe, tangent, likelihood, batches, generator, total)
+    @property
+    def taken(self) -> Recipe:
+        return self.recipe if self.number else replace(self.recipe, structure="kron")
 
     def following(self, total: Sum, tangent: AnyTangent) -> Stage | None:
         return None if self.number else replace(self, number=1, base=total)

@@ -30,15 +30,13 @@ def available_memory(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     free = _number(Path("/proc/meminfo"), "MemAvailable:")
-    return None if free is None else min(1024 * free, *_left_to_the_group(1024 * free))
-
-
-def _left_to_the_group(free: int) -> list[int]:
-    """What a container's limit leaves; files that the system keeps in memory count as free."""
-    group = Path("/sys/fs/cgroup")
+    if free is None:
+        return None
+    group = Path("/sys/fs/cgroup")  # a container's limit; files that the system keeps in memory count as free
     limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    kept = _number(group / "memory.stat", "inactive_file")
-    return [free] if limit is None or used is None else [limit - used + (kept or 0)]
+    if limit is None or used is None:
+        return 1024 * free
+    return min(1024 * free, limit - used + (_number(group / "memory.stat", "inactive_file") or 0))
 
 
 def _number(path: Path, name: str = "") -> int | None:

@@ -491,6 +491,17 @@ class LookupRows(MatrixRows):
         assert isinstance(place, MatrixLayout)
         return LookupRows(place, self.left, self.index, self.padding)
 
+    def _entries(self, segment: Segment, index: Int[Tensor, " q"], budget: int) -> Float[Tensor, "r n q"]:
+        """A feature at the positions that look its row up, unless there are so many that the table is faster."""
+        if 4 * len(index) > segment[1] - segment[0]:
+            return super()._entries(segment, index, budget)
+        _, rows, features = self.layout.places(index)
+        (count, batch), found = self.shape, []
+        for part in chunks(len(index), 3 * 8 * count * batch * self.positions, budget):
+            looked_up = (self.index.unsqueeze(-1) == rows[part]).to(self.left.dtype)
+            found.append(torch.einsum("r n t q, n t q -> r n q", self.left[..., features[part]], looked_up))
+        return torch.cat(found, dim=2)
+
     def role(self, upright: MatrixLayout) -> str | None:
         return "lookup" if replace(upright, bias=None) == self.layout else None
 
@@ -584,6 +595,9 @@ class DenseRows(Piece):
     @property
     def place(self) -> Segment:
         return self.start, self.start + self.values.shape[-1]
+
+    def _entries(self, segment: Segment, index: Int[Tensor, " q"], budget: int) -> Float[Tensor, "r n q"]:
+        return self.values[..., index - self.start]
 
     def at(self, place: MatrixLayout | Segment) -> DenseRows:
         assert isinstance(place, tuple)
