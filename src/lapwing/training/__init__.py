@@ -8,6 +8,7 @@ damping, quadratic    its damping, and the loss with its quadratic at the presen
 stepped_run           its runs, which go on where they were broken off
 autoencoder           `LaplacianAutoencoder`: weights are drawn while they are trained, and a posterior over them
 continual             `Continual`: tasks one after the other, each under the posterior of those before it
+avalanche_plugin      `ContinualPlugin`: the same for Avalanche, where it is installed
 memory, importance    what is kept of the tasks so far; the importances of Synaptic Intelligence
 quadratic_term        the quadratic of earlier tasks beside the loss of a new one, and its gradient, in place
 task_run              the training of one task, which goes on where it was broken off

@@ -207,6 +207,16 @@ class Continual:
             value = value + (away * anchor.curvature.mv(away)).sum() / 2
         return value
 
+    def term(self, points: int) -> QuadraticTerm:
+        """That quadratic over N = `points`, for a loop of one's own; `term.at(tensors)` adds its gradient.
+
+        The tensors are the trainable parameters in their order. When the task is learnt, `remember` adds it.
+        """
+        self._check_own_loop()
+        check_numbers(points=points)
+        self._check_weights()
+        return QuadraticTerm.of(*self._prior(self.space), self.space, points)
+
     def _prior(self, space: ParamSpace) -> tuple[tuple[Anchor, ...], Prior]:
         """Quadratics over the shared weights, the first of the space, and the base prior over all."""
         base = Prior.isotropic(space, self.prior_precision)
@@ -278,6 +288,23 @@ class Continual:
         if keeper is not None:
             keeper.remove()
         return Learned(self.tasks - 1, counted, tuple(run.losses))
+
+    @outside_autocast
+    def remember(self, loader: Iterable[Any], points: int | None = None) -> None:
+        """Adds a task that a loop of one's own has trained the model on, under `term`, at the weights as they are.
+
+        One pass over its data. `points` is their number, counted unless given.
+        """
+        self._check_own_loop()
+        if points is not None:
+            check_numbers(points=points)
+        loaders = [*self._loaders, loader] if self.method in KEEP_LOADERS else [loader]
+        self._check_loaders(loaders)
+        with following(self.generator, self.space.device):
+            memory = self._remembered([], loaders, None, count(loader, points)[1])
+        self._memory, self._posteriors, self._tangents = memory, {}, {}
+        if self.method in KEEP_LOADERS:
+            self._loaders = loaders
 
     def _run(
         self,
@@ -608,6 +635,15 @@ class Continual:
                     f"the weights of {what} are not those that the tasks so far have led to; expected the same. Leave "
                     "them alone between tasks, or load the state that goes with them."
                 )
+
+    def _check_own_loop(self) -> None:
+        """What only `learn` can do: watch the steps, train on the data of all tasks, and make heads."""
+        if self.method in ("si", "joint") or self._given_heads is not None:
+            found = "heads" if self._given_heads is not None else f"method={self.method!r}"
+            raise OptionError(
+                f"a loop of one's own with {found}; expected 'online', 'non_online', 'ewc' or 'sequential', without "
+                "heads. Train by learn(loader)."
+            )
 
     def _check_loaders(self, loaders: Sequence[Iterable[Any]]) -> None:
         if self.method in KEEP_LOADERS and len(loaders) != self.tasks + 1:

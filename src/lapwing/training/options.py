@@ -27,11 +27,12 @@ STRUCTURES: dict[str, Callable[..., Prior]] = {
 
 
 def check_numbers(**values: float | int) -> None:
-    """Counts are at least 1 (`burn_in` and `steps` at least 0); rates and temperature are finite and positive."""
+    """Counts are whole, at least 1 (`burn_in`, `steps` at least 0); rates and temperature are finite and positive."""
     least = {"epochs": 1, "every": 1, "burn_in": 0, "steps": 0, "points": 1, "checkpoint_every_batches": 1}
     for name, value in values.items():
-        if name in least and value < least[name]:
-            raise ParameterError(f"{name} is {value}; expected a whole number >= {least[name]}.")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if name in least and not (whole and value >= least[name]):
+            raise ParameterError(f"{name} is {value!r}; expected a whole number >= {least[name]}.")
         if name not in least and not 0 < value < float("inf"):
             raise ParameterError(f"{name} is {value}; expected a finite number > 0.")
 
