@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,7 @@ from lapwing import estimate
 from lapwing.errors import ParameterError, UnsupportedOperationError
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.params import ParamSpace
-from lapwing.tangent import Tangent
+from lapwing.tangent import Tangent, convolution
 from problems import Net, parameter
 from unchanged import unchanged
 
@@ -420,3 +423,28 @@ def test_padding_tokens_have_no_curvature() -> None:
     problem = problems.build("embedding_padding")
     dense = kflr(problem)
     assert float(dense[:3].abs().max()) == 0
+
+
+def test_patches_of_a_layer_are_made_once_for_all_cotangents_and_one_layer_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive: list[weakref.ref] = []
+    patches = convolution._to_patches
+
+    def watched(*given: Any) -> Tensor:
+        assert sum(each() is not None for each in alive) <= 1
+        found = patches(*given)
+        alive.append(weakref.ref(found))
+        return found
+
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3))
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 5)).double()
+    x, y = torch.randn(4, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    tangent = Tangent(model, budget=1)  # one cotangent at a time
+    expected = estimate.kflr(Tangent(model), Categorical(), [(x, y)])
+    tangent.at(x)
+    monkeypatch.setattr(convolution, "_to_patches", watched)
+    found = estimate.kflr(tangent, Categorical(), [(x, y)])
+    assert len(alive) == 3
+    torch.testing.assert_close(found.dense(), expected.dense(), rtol=1e-9, atol=1e-12)

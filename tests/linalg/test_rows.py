@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from contracts import close, generator, normal, outer, positions, spelled_out
 from lapwing.linalg import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece, Segments
@@ -251,3 +252,28 @@ def test_chunks_cover_everything_once_within_the_budget(total: int, each: int, b
     found = list(chunks(total, each, budget))
     assert [i for part in found for i in range(part.start, part.stop)] == list(range(total))
     assert all((part.stop - part.start) * each <= budget or part.stop - part.start == 1 for part in found)
+
+
+def test_a_late_right_side_is_made_when_asked_for_and_again_once_forgotten() -> None:
+    layout = MatrixLayout(0, (1, 2, 3), (0, 1, 2), 1, 2, 3)
+    left, right = torch.randn(4, 5, 1, 1, 2, dtype=torch.float64), torch.randn(5, 1, 1, 3, dtype=torch.float64)
+    made: list[int] = []
+
+    def make() -> Tensor:
+        made.append(1)
+        return right
+
+    late = OuterRows.late(layout, left, make)
+    assert late.shape == (4, 5)
+    assert not made
+    plain = OuterRows(layout, left, right)
+    torch.testing.assert_close(assemble([late], 6, slice(0, 5)), assemble([plain], 6, slice(0, 5)), rtol=0, atol=0)
+    assert late.right is right
+    assert len(made) == 1
+    late.forget()
+    assert late.of_cotangent(2).shape == (1, 5)
+    assert len(made) == 2
+    plain.forget()
+    assert plain.right is right
+    with pytest.raises(AttributeError, match="no attribute 'wrong'"):
+        late.wrong  # type: ignore[attr-defined]  # noqa: B018

@@ -143,10 +143,19 @@ class Matrix(Accumulator):
                 sums.count += len(tokens)
 
     def _add_outer(self, role: str, members: list[Piece], first: bool) -> None:
-        left, right = self._side_by_side(role, members)
-        sums = self._sums(role, left, right.shape[-1], left.shape[-1])
+        """Uses in one role are further positions: left [R, n, t, k, o], and right [n, t, k, i] for the first chunk."""
+        outers = [piece for piece in members if isinstance(piece, OuterRows)]
+        width = self.layout.width if role == "upright" else self.layout.rows
+        left = outers[0].left if len(outers) == 1 else torch.cat([piece.left for piece in outers], dim=2)
+        reduced = self.reduce and left.shape[2] > 1
+        left = left.sum(2, keepdim=True) if reduced else left
+        sums = self._sums(role, left, width, left.shape[-1])
         sums.grads.add(merged(left))
         if first:
+            # a use without the bias has 0 where the others have 1
+            rights = [_wide(piece.right, width) for piece in outers]
+            right = rights[0] if len(rights) == 1 else torch.cat(rights, dim=1)
+            right = right.mean(1, keepdim=True) if reduced else right
             assert not isinstance(sums.inputs, Tensor)
             sums.inputs.add(right)
             sums.count += right.shape[0] * right.shape[1]
@@ -161,20 +170,6 @@ class Matrix(Accumulator):
             assert not isinstance(sums.inputs, Tensor)
             sums.inputs.add(matrix.transpose(1, 2))
             sums.grads.add(matrix.permute(0, 3, 1, 2))
-
-    def _side_by_side(self, role: str, members: list[Piece]) -> tuple[Tensor, Tensor]:
-        """Left [R, n, t, k, o] and right [n, t, k, i] of all uses in one role, as further positions."""
-        outers = [piece for piece in members if isinstance(piece, OuterRows)]
-        width = self.layout.width if role == "upright" else self.layout.rows
-        # a use without the bias has 0 where the others have 1
-        rights = [
-            p.right if p.right.shape[-1] == width else F.pad(p.right, (0, width - p.right.shape[-1])) for p in outers
-        ]
-        left = outers[0].left if len(outers) == 1 else torch.cat([piece.left for piece in outers], dim=2)
-        right = rights[0] if len(outers) == 1 else torch.cat(rights, dim=1)
-        if self.reduce and left.shape[2] > 1:
-            left, right = left.sum(2, keepdim=True), right.mean(1, keepdim=True)
-        return left, right
 
     def _sums(self, role: str, like: Tensor, inputs: int | None, grads: int) -> Sums:
         """The sums of a role, made when first asked for; `inputs` None stands for token counts."""
@@ -200,3 +195,7 @@ class Matrix(Accumulator):
             return Term(inputs, grads, diagonal_of(grads).sum(1).double(), role)
         extra = self.layout.width - grads.shape[-1]  # this role does not use the bias
         return Term(F.pad(grads, (0, extra) * (grads.dim() - 1)), inputs, sums.count, role)
+
+
+def _wide(values: Tensor, width: int) -> Tensor:
+    return values if values.shape[-1] == width else F.pad(values, (0, width - values.shape[-1]))

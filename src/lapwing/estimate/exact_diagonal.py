@@ -56,6 +56,8 @@ class SquareSum:
                 self._add_outer(piece)
             else:
                 piece.add_squares_to(self.total, self.budget)
+            for piece in group:
+                piece.forget()
 
     def vector(self) -> Float[Tensor, " size"]:
         for layout in list(self.waiting):

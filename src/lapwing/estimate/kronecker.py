@@ -140,7 +140,10 @@ def accumulate(rows: Iterable[Pulled], tangent: Tangent, blocks: dict[Segments, 
         if key not in plans:
             plans[key] = _plan(batch, blocks, make)
         for block, members in plans[key]:
-            block.add([member.of(batch.pieces) for member in members], batch.first)
+            pieces = [member.of(batch.pieces) for member in members]
+            block.add(pieces, batch.first)
+            for piece in pieces:
+                piece.forget()  # patches of one layer at a time
 
 
 def check_whole(space: ParamSpace) -> None:

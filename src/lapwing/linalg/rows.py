@@ -153,6 +153,10 @@ class Piece(ABC):
             return self
         return self._with(lambda t: torch.cat([t, *(other.by_row for other in others)]), lambda t: t)
 
+    def forget(self) -> None:
+        """Lets go of what can be made again: of nothing, unless a form of rows says otherwise."""
+        return
+
     def moved(self, to: Segments) -> Piece:
         """In the local coordinates of `to`."""
         place = self.place
@@ -314,6 +318,27 @@ class OuterRows(MatrixRows):
 
     _by_point: ClassVar[tuple[str, ...]] = ("right",)
 
+    @staticmethod
+    def late(layout: MatrixLayout, left: Float[Tensor, "r n t groups rows"], make: Callable[[], Tensor]) -> OuterRows:
+        """With a right side that is made when it is first asked for: patches take many times the layer's input.
+
+        Estimators that see many cotangents of the same data points need it once, or not at all.
+        """
+        rows = object.__new__(OuterRows)
+        rows.__dict__.update(layout=layout, left=left, _make=make)
+        return rows
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Only called for what is not there yet."""
+        if name != "right" or "_make" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.__dict__["right"] = made = self.__dict__["_make"]()
+        return made
+
+    def forget(self) -> None:
+        if "_make" in self.__dict__:
+            self.__dict__.pop("right", None)
+
     def at(self, place: MatrixLayout | Segment) -> OuterRows:
         assert isinstance(place, MatrixLayout)
         return OuterRows(place, self.left, self.right)
@@ -331,7 +356,8 @@ class OuterRows(MatrixRows):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.left.shape[0], self.right.shape[0]
+        count, batch = self.left.shape[:2]
+        return count, batch if batch > 1 else self.right.shape[0]
 
     @property
     def shared(self) -> int:

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lapwing.linalg.autocast import outside_modes
 from lapwing.linalg.layout import MatrixLayout
 from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece
 from lapwing.tangent.samples import SampleAxis
@@ -121,13 +122,18 @@ class Contraction(Use):
             bias = self.bias if isinstance(self.bias, Alias) else None
             layout = _layout(self.weight, bias, self.split, self.perm, self.groups, self.rows, self.cols)
         joint = layout is not None and layout.bias is not None
-        right = samples.split(_held(self.right(joint)).to(dtype), lead=0, features=2)
-        if layout is not None:
-            pieces: list[Piece] = [OuterRows(layout, left, right)]
+
+        def right() -> Tensor:
+            return samples.split(_held(self.right(joint)).to(dtype), lead=0, features=2)
+
+        if layout is not None and torch.is_grad_enabled():
+            pieces: list[Piece] = [OuterRows(layout, left, right())]
+        elif layout is not None:
+            pieces = [OuterRows.late(layout, left, torch.no_grad()(outside_modes(right)))]
         else:
             local = MatrixLayout(0, self.split, self.perm, self.groups, self.rows, self.cols)
             dense = left.new_zeros(*left.shape[:2], prod(self.split))
-            OuterRows(local, left, right).add_to(dense, slice(0, left.shape[1]))
+            OuterRows(local, left, right()).add_to(dense, slice(0, left.shape[1]))
             pieces = spread(self.weight, dense, pull)
         return pieces if joint else pieces + self._bias_rows(left, pull)
 
