@@ -11,16 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapwing import Laplace, Tangent
-from lapwing.errors import DataError, ParameterError
+from lapwing import Laplace, Tangent, estimate
+from lapwing.errors import DataError, LapwingError, LapwingWarning, ParameterError
 from lapwing.estimate import leading_eigenpairs
 from lapwing.evidence.linearised_data import Point
 from lapwing.evidence.marginal import GaussianFit
-from lapwing.likelihoods import Gaussian
+from lapwing.likelihoods import Bernoulli, Gaussian
 from lapwing.linalg import Block, Blocks, Diagonal
 from lapwing.linalg.addends import with_addends
 from lapwing.linalg.layout import Segments
 from lapwing.linalg.low_rank import LowRank
+from lapwing.tables import training as table_training
+from lapwing.tables.network import Spec
 from lapwing.tangent.sources import parameter_alias, view_alias
 
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
@@ -52,6 +54,10 @@ def test_a_view_that_leaves_its_parameter_is_no_part_of_it() -> None:
     assert (inside.start, inside.stored) == (11, (3,))
     assert view_alias(flat[3:7], parameter, whole) is None
     assert view_alias(flat[1:4], parameter, whole) is None
+    assert view_alias(flat[2:2], parameter, whole) is None
+    assert view_alias(parameter.view(torch.int32), parameter, whole) is None
+    across = flat.view(4, 2).T
+    assert view_alias(across[0, :1], across, parameter_alias("w", 10, across.shape)) is None
 
 
 class Hidden(torch.autograd.Function):
@@ -185,3 +191,46 @@ def test_padding_by_a_number_that_is_given_by_its_place() -> None:
     la.fit([(x, y)])
     rows = Tangent(la.model).at(x).rows()[:, 0]
     torch.testing.assert_close(la.H, rows.T @ rows, **EXACT)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_twenty_logits_between_nought_and_one_are_no_chance() -> None:
+    likelihood = Bernoulli()
+    with pytest.warns(LapwingWarning, match="all 20 outputs"):
+        likelihood.refuse_probabilities(torch.linspace(0, 1, 20)[:, None])
+    likelihood.refuse_probabilities(torch.linspace(0, 1, 19)[:, None])
+    likelihood.refuse_probabilities(torch.linspace(-1e-3, 1, 20)[:, None])
+    likelihood.refuse_probabilities(torch.linspace(0, 1.001, 20)[:, None])
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_as_many_rows_as_the_limit_are_taken(apart: bool) -> None:
+    """3 data points of four outputs: one Gram matrix of 12 rows, or four of 3, which are the 36 numbers of 6 rows."""
+    torch.manual_seed(0)
+    tangent, x = Tangent(nn.Linear(2, 4)), torch.randn(3, 2)
+    data, enough = [(x, torch.zeros(3, 4))], 6 if apart else 12
+    assert estimate.dual(tangent, Gaussian(), data, limit=enough, independent_outputs=apart).size == 12
+    with pytest.raises(LapwingError, match="raise `limit`"):
+        estimate.dual(tangent, Gaussian(), data, limit=enough - 1, independent_outputs=apart)
+
+
+@pytest.mark.parametrize(("structure", "times"), [("full", 1), ("diag", 0)])
+def test_amounts_without_held_out_rows_are_scaled_by_leaving_one_out(
+    monkeypatch: pytest.MonkeyPatch, structure: str, times: int
+) -> None:
+    seen: list[int] = []
+    plain = table_training.rescale
+
+    def noted(la: Any, held_out: Any, errors: float = 0.0) -> str:
+        seen.append(len(held_out.targets))
+        return plain(la, held_out, errors)
+
+    monkeypatch.setattr(table_training, "rescale", noted)
+    x = normal(12, 2)
+    spec = Spec(2, 1, width=2)
+    table_training.train(
+        x, x[:, :1] - x[:, 1:], "regression", spec, seed=0, epochs=2, structure=structure, noise="constant"
+    )
+    assert seen == [12] * times
