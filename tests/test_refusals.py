@@ -54,7 +54,8 @@ def fitted(likelihood: Any, outputs: int = 3, **options: Any) -> Any:
     torch.manual_seed(0)
     x = torch.randn(5, 2)
     y = torch.randn(5, outputs) if likelihood == "regression" else torch.arange(5) % outputs
-    la = Laplace(nn.Linear(2, outputs), likelihood, "all", **{"hessian_structure": "full", **options})
+    given: dict[str, Any] = {"hessian_structure": "full", **options}
+    la = Laplace(nn.Linear(2, outputs), likelihood, "all", **given)
     la.fit([(x, y)])
     return la, x, y
 

@@ -21,6 +21,7 @@ from lapwing.linalg import Block, Blocks, Diagonal
 from lapwing.linalg.addends import with_addends
 from lapwing.linalg.layout import Segments
 from lapwing.linalg.low_rank import LowRank
+from lapwing.serialize.files import write
 from lapwing.tables import training as table_training
 from lapwing.tables.network import Spec
 from lapwing.tangent.sources import parameter_alias, view_alias
@@ -234,3 +235,12 @@ def test_amounts_without_held_out_rows_are_scaled_by_leaving_one_out(
         x, x[:, :1] - x[:, 1:], "regression", spec, seed=0, epochs=2, structure=structure, noise="constant"
     )
     assert seen == [12] * times
+
+
+@pytest.mark.parametrize("letters", range(1, 9))
+def test_numbers_of_a_file_begin_at_a_multiple_of_eight_bytes(tmp_path: Path, letters: int) -> None:
+    """Whatever the length of the description, as safetensors has it."""
+    write(tmp_path / "file", {"a" * letters: torch.ones(2)}, {})
+    found = (tmp_path / "file").read_bytes()
+    assert int.from_bytes(found[:8], "little") % 8 == 0
+    assert found[-8:] == torch.ones(2).numpy().tobytes()

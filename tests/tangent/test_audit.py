@@ -1,4 +1,4 @@
-"""How far rows may be from autograd's gradient before a parameter is left to the slow path: just within, just beyond."""
+"""How far rows may be from autograd's gradient before a parameter takes the slow path: just within, just beyond."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TwoParts(nn.Module):
 def unexplained(monkeypatch: pytest.MonkeyPatch, x: Tensor, name: str, off: float) -> bool:
     """Whether the audit notices that the gradient of a tensor is `off`, in units of the cotangent, in one entry."""
     model = TwoParts(x.dtype)
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     plain, cotangent = audit._gradients, 1.25 + torch.cos(torch.ones((), dtype=torch.float64))
 
     def other(value: Tensor, inputs: list[Any], weights: Tensor) -> Sequence[Tensor | None]:
@@ -65,7 +65,7 @@ def test_a_gradient_is_compared_to_half_its_digits(
 def test_a_gradient_of_zero_is_compared_with_the_largest(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: float, share: float, found: bool
 ) -> None:
-    """A thousand roundings of the largest number of the pass, an output's or a gradient's, or half its digits if fewer."""
+    """A thousand roundings of the largest number of the pass, or half its digits if those are fewer."""
     x = torch.zeros(3, 4, dtype=dtype)
     x[:, :2] = size
     eps = torch.finfo(dtype).eps
