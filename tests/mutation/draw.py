@@ -67,6 +67,13 @@ TAKEN_OUT: dict[int, dict[int, str]] = {
         51: "a position just behind a segment is the first of the next: the same number",
         53: "where a search starts: it comes to the same width",
     },
+    9: {
+        6: "a comparison of lengths that no caller can make differ",
+        11: "which of two ways forms the same kernel: memory",
+        15: "which of two exact ways, where there are as many weights as outputs: the same numbers",
+        42: "a word in the text of a remark",
+        47: "a search that does not end goes on for one product more",
+    },
 }
 """By seed and number of a mistake: why it changes no result."""
 BUDGET = 150.0

@@ -2,12 +2,11 @@
 
     PYTHONPATH=tests python -m mutation.seen [--workers 2] [tests/a.py ...]      # all tests, ten minutes on two cores
 
-A block is the body of a function, a branch, a loop, a `with`, a `try`, a lambda or a side of `a if c else b`. As a
-pytest plugin this file puts a mark at the start of each before `lapwing` is imported, which costs tens of nanoseconds
-where a tracer costs microseconds, and notes after each test which marks were hit. Fixtures of a module, class or
-session count for every test that asks for them, and what a test file does while it is imported for every test of the
-file. Tests run in a copy of the tree, as those of a mutant do, and only those that pass are kept. Processes that a test
-starts are not seen.
+As a pytest plugin this file has a mark put at the start of each block before `lapwing` is imported (`marks.py`), which
+costs tens of nanoseconds where a tracer costs microseconds, and notes after each test which marks were hit, also in the
+processes it started. Fixtures of a module, class or session count for every test that asks for them, and what a test
+file does while it is imported for every test of the file. Tests run in a copy of the tree, as those of a mutant do, and
+only those that pass are kept. What is forked from a test is not seen.
 
 Each run adds files to `build/seen`, and the latest word on a test counts; a block is known by its place in the text of
 its file, so that a run is void for files that have changed since.
@@ -19,120 +18,31 @@ import argparse
 import ast
 import builtins
 import hashlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from mutation.marks import CHILDREN, MARKS, STARTED, Block, Finder, Place, Span, blocks, start_of, stop_of, written
 from mutation.run import ADDOPTS, ROOT, copied
 
 SEEN = ROOT / "build" / "seen"
 VARIABLE = "LAPWING_SEEN"
 """Names the folder that the plugin writes to."""
-MARKS = "__seen__"
 DEFAULTS = ("tests/compat/test_defaults.py", "tests/compat/test_signatures.py")
 """Tests that read defaults without a call."""
 
-Block = tuple[str, int]
-"""A file under `src/lapwing` and the number of a block of it, in the order of the text."""
-Place = tuple[int, int]
-"""A line and the byte within it."""
-
-
-# -- blocks of a text --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Span:
-    """From the first byte of a block to behind its last; `owner` is the statement or expression it belongs to."""
-
-    start: Place
-    stop: Place
-    owner: ast.AST
-    body: list[ast.stmt] | ast.expr
-    field: str
-
-
-def blocks(tree: ast.Module) -> list[Span]:
-    """Every block but the module itself and bodies of classes, in the order of the text, outer before inner."""
-    found = []
-    for node in ast.walk(tree):
-        for field, value in ast.iter_fields(node):
-            if field in ("body", "orelse", "finalbody") and not isinstance(node, (ast.Module, ast.ClassDef)):
-                if isinstance(value, list) and value:
-                    found.append(Span(_start(value[0]), _stop(value[-1]), node, value, field))
-                elif isinstance(node, (ast.Lambda, ast.IfExp)):
-                    found.append(Span(_start(value), _stop(value), node, value, field))
-    return sorted(found, key=lambda span: (span.start, (-span.stop[0], -span.stop[1])))
-
-
-def _start(node: Any) -> Place:
-    decorated = getattr(node, "decorator_list", None)
-    first = decorated[0] if decorated else node
-    return first.lineno, first.col_offset
-
-
-def _stop(node: Any) -> Place:
-    return node.end_lineno, node.end_col_offset
-
-
-def marked(text: str, name: str) -> ast.Module:
-    """The file with a mark at the start of each block."""
-    tree = ast.parse(text)
-    for number, span in enumerate(blocks(tree)):
-        call = ast.parse(f"{MARKS}.add(({name!r}, {number}))", mode="eval").body
-        at: Any = span.body[0] if isinstance(span.body, list) else span.body
-        for part in ast.walk(call):
-            if isinstance(part, ast.expr):
-                ast.copy_location(part, at)
-        if isinstance(span.body, list):
-            first = 1 if _docstring(span) and len(span.body) > 0 else 0
-            span.body.insert(first, ast.copy_location(ast.Expr(call), at))
-        else:
-            # `add` returns None
-            both = ast.copy_location(ast.BoolOp(ast.Or(), [call, span.body]), span.body)
-            setattr(span.owner, span.field, both)
-    return ast.fix_missing_locations(tree)
-
-
-def _docstring(span: Span) -> bool:
-    first = span.body[0] if isinstance(span.body, list) else None
-    function = isinstance(span.owner, (ast.FunctionDef, ast.AsyncFunctionDef))
-    return function and isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-
-
 # -- the plugin --------------------------------------------------------------------------------------------------------
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    def get_code(self, fullname: str) -> CodeType:
-        path = Path(self.get_filename(fullname))
-        name = path.as_posix().rpartition("/src/lapwing/")[2]
-        return compile(marked(path.read_text(encoding="utf-8"), name), str(path), "exec", dont_inherit=True)
-
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != "lapwing":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
-            spec.loader = _Loader(fullname, spec.origin)
-        return spec
 
 
 class Notes:
@@ -145,11 +55,13 @@ class Notes:
         self.fixtures: dict[tuple[str, str], set[Block]] = {}
         self.files: dict[str, set[Block]] = {}
         self.failed: set[str] = set()
+        self.children = tempfile.TemporaryDirectory(prefix="seen-")
+        os.environ[CHILDREN] = self.children.name
         setattr(builtins, MARKS, self.hit)
         sys.meta_path.insert(0, Finder())
 
     def _taken(self) -> set[Block]:
-        found = set(self.hit)
+        found = self.hit | written(Path(self.children.name))
         self.hit.clear()
         return found
 
@@ -191,6 +103,7 @@ class Notes:
             self.failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
+        self.children.cleanup()
         if not self.tests:
             return
         every = sorted({block for _, found in self.tests.values() for block in found})
@@ -299,7 +212,7 @@ def _that_execute(file: str, tree: ast.Module, spans: list[Span], place: Place, 
 def executed_at_import() -> set[Block]:
     """In a process of its own, as this one must not import the library."""
     program = (
-        "import builtins, importlib, pkgutil, sys; from mutation.seen import MARKS, Finder; marks = set()\n"
+        "import builtins, importlib, pkgutil, sys; from mutation.marks import MARKS, Finder; marks = set()\n"
         "setattr(builtins, MARKS, marks); sys.meta_path.insert(0, Finder()); import lapwing\n"
         "for one in pkgutil.walk_packages(lapwing.__path__, 'lapwing.'): importlib.import_module(one.name)\n"
         "print(repr(sorted(marks)))"
@@ -310,7 +223,7 @@ def executed_at_import() -> set[Block]:
 
 
 def _inside(place: Place, node: ast.AST) -> bool:
-    return _start(node) <= place < _stop(node)
+    return start_of(node) <= place < stop_of(node)
 
 
 def _defaults(owner: ast.AST) -> list[ast.expr]:
@@ -372,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes that share the tests")
     options = parser.parse_args(arguments)
     with copied() as copy:
+        (copy / "src" / "sitecustomize.py").write_text(STARTED.format(folder=str(copy / "tests")), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutation.seen"]
         command += ["-m", "not slow", "-o", f"addopts={ADDOPTS}", "--ignore=tests/mutation", "-n", str(options.workers)]
         paths = os.pathsep.join(str(copy / name) for name in ("src", "tests"))

@@ -11,7 +11,8 @@ import pytest
 
 from mutation import seen
 from mutation.draw import drawn
-from mutation.seen import DEFAULTS, MARKS, Seen, blocks, in_order, marked, those_that_execute
+from mutation.marks import MARKS, blocks, marked
+from mutation.seen import DEFAULTS, Seen, in_order, those_that_execute
 
 TEXT = '''
 """A module."""

@@ -75,6 +75,19 @@ CASES = {
     "einsum of operands in a list": (
         Net(lambda x, w: torch.einsum("bi,oi->bo", [x, w]), w=(4, 2)), inputs(5, 2),
     ),
+    "einsum without an arrow, without a rule": (
+        Net(lambda x, w: torch.einsum("bi,io", x, w), w=(2, 4)), inputs(5, 2),
+    ),
+    "einsum of three, without a rule": (
+        Net(lambda x, w, v: torch.einsum("bi,io,op->bp", x, w, v), w=(2, 4), v=(4, 3)), inputs(5, 2),
+    ),
+    "einsum by numbers of axes": (
+        Net(lambda x, w: torch.einsum(x, [0, 1], w, [1, 2], [0, 2]), w=(2, 4)), inputs(5, 2),
+    ),
+    "einsum, an axis of the weight that is summed, without a rule": (
+        Net(lambda x, w: torch.einsum("bi,ioj->bo", x, w), w=(2, 4, 2)), inputs(5, 2),
+    ),
+    "linear with a vector, without a rule": (Net(lambda x, w: F.linear(x, w).unsqueeze(1), w=(2,)), inputs(5, 2)),
     "linear by keyword": (Net(lambda x, w, b: F.linear(bias=b, weight=w, input=x), w=(4, 2), b=(4,)), inputs(5, 2)),
     "convolution by position": (
         Net(lambda x, w, b: F.conv1d(x, w, b, 2, 1, 2, 2).flatten(1), w=(4, 1, 2), b=(4,)), inputs(5, 2, 7),

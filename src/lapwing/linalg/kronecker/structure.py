@@ -97,7 +97,6 @@ class Kronecker(BlockPrior):
 
     def discounted(self, share: float) -> Kronecker:
         """Both sums and the count, each times `share`: averages of the two factors, and not of their product."""
-        check_scale(share)
         terms = tuple(replace(t, cols=t.cols * share, rows=t.rows * share, count=t.count * share) for t in self.terms)
         return replace(self, terms=terms, multiple=None)
 
