@@ -16,10 +16,11 @@ from lapwing import estimate
 from lapwing.errors import DataError, ParameterError
 from lapwing.estimate.cotangents import empirical as observed
 from lapwing.estimate.data_pass import pulled
+from lapwing.estimate.exact_diagonal import RowSquares
 from lapwing.likelihoods import Categorical, Gaussian
-from lapwing.linalg import Curvature
+from lapwing.linalg import Curvature, MatrixLayout
 from lapwing.params import ParamSpace
-from lapwing.tangent import Tangent
+from lapwing.tangent import Linearisation, Tangent
 from unchanged import unchanged
 
 ESTIMATORS: dict[str, Callable[..., Curvature]] = {
@@ -132,6 +133,42 @@ def test_more_rows_than_wait_at_once(kind: str) -> None:
     x, y = torch.randn(2500, 2), torch.randn(2500, 2)
     expected = ESTIMATORS[kind](Tangent(model), Gaussian(), [(x, y)])
     close(ESTIMATORS[kind](Tangent(model), Gaussian(), parts(x, y, [700, 700, 1000, 100])).dense(), expected.dense())
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "raw_matmul", "raw_bmm", "mlp_without_bias"])
+def test_squares_that_are_not_formed_go_into_a_running_sum(name: str) -> None:
+    """kept * H + factor * (squares of two cotangents), for weights in factors, formed, and without data."""
+    problem = problems.build(name)
+    model = nn.ModuleDict({"used": problem.model, "idle": nn.Linear(2, 3).double()})
+    tangent = Tangent(problems.Net(lambda m, x: problems.call(m.net["used"], x), net=model))
+    here, space = tangent.at(problem.x), tangent.space
+    u = torch.randn(2, *here.value.shape, dtype=torch.float64, generator=seeded(1))
+    expected = _squares(here, u)
+    found = RowSquares.none(space.size, here.value, tangent.budget)
+    for each in u:
+        found.add(here.pull(each.unsqueeze(0)))
+    assert found.finite
+    close(found.diagonal(), expected)
+    running = torch.rand(space.size, dtype=torch.float64, generator=seeded(2))
+    total = 0.9 * running + 3.0 * expected
+    found.add_to(running, 0.9, 3.0)
+    close(running, total)
+
+
+def _squares(here: Linearisation, u: Tensor) -> Tensor:
+    """sum_rn (u_rn^T J_n)^2 from J spelled out."""
+    rows = torch.einsum("r n c, n c p -> r n p", u.flatten(2), here.rows())
+    return rows.square().sum((0, 1))
+
+
+def test_squares_are_finite_by_their_sum_and_not_by_the_bound() -> None:
+    """Factors of which the largest never meet: the bound is beyond float32, and every entry is far below."""
+    layout = MatrixLayout(0, (2, 2), (0, 1), groups=1, rows=2, cols=2)
+    like = torch.zeros((), dtype=torch.float32)
+    left, right = like.new_tensor([[[1e30, 0.0]], [[0.0, 1.0]]]), like.new_tensor([[[1.0, 2.0]], [[1e30, 0.0]]])
+    assert RowSquares(4, 1, {layout: (left, right)}, {}, like).finite
+    assert not RowSquares(4, 1, {layout: (left, right.flip(0))}, {}, like).finite
+    assert not RowSquares(4, 1, {layout: (left, torch.full_like(right, float("nan")))}, {}, like).finite
 
 
 def test_tokens_are_summed_within_a_data_point_and_squared_between_them() -> None:

@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import oracle
 from lapwing import Laplace
-from lapwing.errors import ModelError
+from lapwing.errors import DataError, ModelError
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.tangent import Tangent
 from lapwing.training import LaplacianAutoencoder
+from lapwing.training.autoencoder import online
 from lapwing.training.autoencoder.curvatures import of_batch
 
 X = torch.rand(12, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -83,6 +84,48 @@ def test_the_update_by_hand(at: str, rescale: bool) -> None:
     torch.testing.assert_close(weights(model.whole), weights(network), rtol=1e-9, atol=1e-12)
     precision = prior + curvature / temperature
     torch.testing.assert_close(model.posterior.variance(), 1 / precision, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("block", [16, 32, 48])
+def test_draws_in_blocks_are_one_draw(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """110 weights: the last block is shorter than what torch draws at once, or longer than the others."""
+
+    def trained() -> Tensor:
+        encoder, decoder = halves(12)
+        model = LaplacianAutoencoder(encoder, decoder, likelihood="learned_variance", generator=seeded())
+        model.fit(X.split(5), 2, optimizer=sgd(model.whole, lr=0.01))
+        return weights(model.whole)
+
+    whole = trained()
+    monkeypatch.setattr(online, "BLOCK", block)
+    assert torch.equal(trained(), whole)
+
+
+def test_weights_in_an_order_of_their_own_are_drawn_the_same() -> None:
+    """A weight whose rows are not rows of memory, as of a layer that was transposed."""
+    found = []
+    for turned in (False, True):
+        encoder, decoder = halves()
+        if turned:
+            decoder[2].weight = nn.Parameter(decoder[2].weight.detach().T.contiguous().T)  # pyright: ignore
+        model = LaplacianAutoencoder(encoder, decoder, generator=seeded())
+        model.fit(X.split(5), 2, optimizer=sgd(model.whole, lr=0.01))
+        found.append(torch.cat([p.detach().flatten() for p in model.whole.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
+def test_an_infinite_curvature_changes_nothing() -> None:
+    """float32, one linear layer each: residuals of 1e12 and gradients of 1e34 are finite, their squares are not."""
+    encoder, decoder = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+    nn.init.constant_(encoder.weight, 1e-10)
+    nn.init.constant_(decoder.weight, 1e10)
+    model = LaplacianAutoencoder(encoder, decoder, prior_precision=1e30, generator=seeded())
+    model.fit([X.float()], 1, optimizer=sgd(model.whole, lr=0.0))
+    before, variance = weights(model.whole), model.posterior.variance()
+    with pytest.raises(DataError, match="epoch 0, batch 0: the curvature of the batch is NaN or infinite"):
+        model.fit([1e12 * X.float()], 1, optimizer=sgd(model.whole, lr=1e-30))
+    assert torch.equal(weights(model.whole), before)
+    assert torch.equal(model.posterior.variance(), variance)
 
 
 def test_the_first_draw_has_the_law_of_the_prior_and_later_ones_that_of_the_posterior() -> None:
@@ -220,7 +263,7 @@ def test_sampled_diagonals_are_unbiased(curvature: str, likelihood: str) -> None
     exact = oracle.ggn(nn.Sequential(encoder, decoder), model.likelihood, X, X).diagonal()
     here = Tangent(model.whole, model.space).at(X)
     arguments = here, model.likelihood, X, X, model.generator
-    found = [of_batch(curvature, 1)(*arguments, torch.empty_like(exact)).diagonal() for _ in range(200)]
+    found = [of_batch(curvature, 1)(*arguments).diagonal() for _ in range(200)]
     draws = torch.stack(found)
     error = draws.std(0) / len(draws) ** 0.5
     assert float(((draws.mean(0) - exact).abs() / error.clamp_min(1e-12 * exact.max())).max()) < 5

@@ -156,6 +156,33 @@ class MatrixLayout:
         for place, part in self._parts(matrix):
             out[..., place] = part
 
+    def add_products(
+        self,
+        left: Float[Tensor, "n groups rows"],
+        right: Float[Tensor, "n groups width"],
+        out: Float[Tensor, " flat"],
+        kept: float = 1.0,
+        factor: float = 1.0,
+    ) -> None:
+        """out <- kept out + factor sum_n left[n] (x) right[n], in the entries of the matrix.
+
+        Where the weight lies in its own order, its entries are read and written once: of a large weight and few n, a
+        matrix in fresh memory that is copied and added takes longer than the product.
+        """
+        if not self.in_order:
+            matrix = torch.einsum("n k o, n k i -> k o i", left, right)
+            for place, part in self._parts(matrix):
+                out[place].mul_(kept).add_(part, alpha=factor)
+            return
+        weight, bias = self.gather_apart(out)
+        if self.groups == 1:
+            weight[0].addmm_(left[:, 0].mT, right[:, 0, : self.cols], beta=kept, alpha=factor)
+        else:
+            inputs = right[..., : self.cols].transpose(0, 1)
+            weight.baddbmm_(left.permute(1, 2, 0), inputs, beta=kept, alpha=factor)
+        if bias is not None:
+            bias.mul_(kept).add_(torch.einsum("n k o, n k -> k o", left, right[..., -1]).unsqueeze(-1), alpha=factor)
+
     def _parts(self, matrix: Float[Tensor, "*batch groups rows width"]) -> Iterator[tuple[slice, Tensor]]:
         """The entries of the weight, and of the bias, in flat order."""
         yield slice(self.start, self.start + prod(self.stored)), self._stored(matrix[..., : self.cols])

@@ -19,13 +19,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import OptionError
 from lapwing.estimate.cotangents import projections
 from lapwing.estimate.data_pass import Batches, linearised
-from lapwing.estimate.exact_diagonal import SquareSum, diagonal
+from lapwing.estimate.exact_diagonal import RowSquares, diagonal
 from lapwing.estimate.kronecker import kfac
 from lapwing.estimate.naming import Estimator
 from lapwing.estimate.propagated.diagonal import propagated_diagonal
@@ -34,11 +33,8 @@ from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Diagonal
 from lapwing.tangent import Linearisation, Tangent
 
-OfBatch = Callable[[Linearisation, Likelihood, Any, Tensor, torch.Generator | None, Tensor], Curvature]
-"""(linearisation, likelihood, x, y, generator, out) -> the curvature of the batch at the weights of the linearisation.
-
-`out` [P] may become the memory of the result, whatever it holds.
-"""
+OfBatch = Callable[[Linearisation, Likelihood, Any, Tensor, torch.Generator | None], Curvature | RowSquares]
+"""(linearisation, likelihood, x, y, generator) -> the curvature of the batch at the weights of the linearisation."""
 
 
 def summed_diagonal(
@@ -77,16 +73,15 @@ def _of_linearisation(
     x: Any,
     y: Tensor,
     generator: torch.Generator | None,
-    out: Float[Tensor, " params"],
-) -> Diagonal:
+) -> Diagonal | RowSquares:
     """The sampled diagonals, with the forward pass that there is."""
     if summed:
         return Diagonal(_summed(linearisation, likelihood, y, samples, generator))
-    space = linearisation.space
-    total = SquareSum(out.zero_(), linearisation.tangent.budget)
-    for column in projections(samples)(likelihood, linearisation.value, y, generator).chunked(1):
+    space, value = linearisation.space, linearisation.value
+    total = RowSquares.none(space.size, value, linearisation.tangent.budget)
+    for column in projections(samples)(likelihood, value, y, generator).chunked(1):
         total.add(linearisation.pull(column.detach().to(space.dtype)))
-    return Diagonal(total.vector())
+    return total
 
 
 def _of_estimator(
@@ -96,7 +91,6 @@ def _of_estimator(
     x: Any,
     y: Tensor,
     generator: torch.Generator | None,
-    out: Float[Tensor, " params"],
 ) -> Curvature:
     return estimator(linearisation.tangent, likelihood, [(x, y)], generator=generator)
 

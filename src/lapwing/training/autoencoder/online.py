@@ -5,15 +5,18 @@
     H        <- (1 - forgetting) H + weight * [N / B] * curvature of the batch        at theta, or at theta'
 
 A step costs a draw, the gradient, and the curvature of the batch: with the sampled diagonal a backward pass at the
-draw, and a forward pass more at the mean. Memory: H, the drawn weights and a few vectors [P] beside those of a training
-step. The network runs in eval mode. Plain training, without draws and curvature, runs it in the modes that it has.
+draw, and a forward pass more at the mean. Memory: H and the drawn weights, two vectors [P], beside that of a training
+step. A pass over a vector [P] costs about as much as a product of a layer with a batch, which is small beside it: a
+diagonal H is drawn from in blocks that stay in a cache, and takes in a batch's squares as they are multiplied. The
+network runs in eval mode. Plain training, without draws and curvature, runs it in the modes that it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from math import isfinite, nan
 from typing import Any
 
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from lapwing.errors import DataError, ModelError, OptionError, StorageError
 from lapwing.estimate.data_pass import check_loss, pair
+from lapwing.estimate.exact_diagonal import RowSquares
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Diagonal, Precision
 from lapwing.linalg.autocast import outside_autocast
@@ -36,6 +40,10 @@ from lapwing.training.loop import advance
 from lapwing.training.stepped_run import Step
 
 PLACES = ("mean", "draw")
+BLOCK = 2**18
+"""Entries that are drawn at a time: few enough to stay in a cache, enough for a call to be short beside its work."""
+AT_ONCE = 16
+"""Normal numbers that torch makes together on a processor; the last of a vector are made anew where they are fewer."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +93,13 @@ class Schedule:
 class Running:
     """H and how much of its start is left: q(theta) = N(theta, (prior + (H + start) / T)^-1).
 
-    A diagonal H is updated in place, and drawn from with buffers that are kept: at a few multiplications per weight a
-    step would otherwise spend its time on fresh memory.
+    A diagonal H is updated in place.
     """
 
     schedule: Schedule
     size: int
     curvature: Curvature | None
     start: float
-    _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(schedule: Schedule, size: int, points: int | None) -> Running:
@@ -106,12 +112,6 @@ class Running:
         """What is added to H / T: the prior, and what is left of the start."""
         return self.schedule.prior_precision + self.start / self.schedule.temperature
 
-    def buffer(self, name: str, like: Tensor) -> Float[Tensor, " size"]:
-        """A vector that keeps its memory from step to step, not its values."""
-        if name not in self._buffers:
-            self._buffers[name] = like.new_empty(self.size)
-        return self._buffers[name]
-
     def precision(self, like: Tensor) -> Precision:
         """prior + H / T; before the first batch of the start alone."""
         curvature = Diagonal(like.new_zeros(self.size)) if self.curvature is None else self.curvature
@@ -119,21 +119,40 @@ class Running:
             curvature = curvature * (1 / self.schedule.temperature)
         return curvature.with_prior(self.flat)
 
-    def draw(self, like: Tensor, generator: torch.Generator | None) -> Float[Tensor, " size"]:
-        """theta' - theta, as `precision` draws it."""
-        if not isinstance(self.curvature, Diagonal):
-            return self.precision(like).draw(1, generator)[0]
-        spread = torch.mul(self.curvature.values, 1 / self.schedule.temperature, out=self.buffer("spread", like))
-        return normal((self.size,), like, generator).mul_(spread.add_(self.flat).rsqrt_())
+    def draw(self, like: Tensor, generator: torch.Generator | None) -> Iterator[Float[Tensor, " entries"]]:
+        """theta' - theta, as `precision` draws it, in consecutive blocks; the next one may take the memory of the last.
 
-    def update(self, new: Curvature, factor: float) -> None:
+        Blocks of a diagonal are small enough to stay in a cache, and hold a multiple of the numbers that torch draws at
+        once: together they are what one call draws.
+        """
+        if not isinstance(self.curvature, Diagonal):
+            yield self.precision(like).draw(1, generator)[0]
+            return
+        values, scale = self.curvature.values, 1 / self.schedule.temperature
+        edges = list(range(0, self.size, BLOCK if like.device.type == "cpu" else self.size))
+        if len(edges) > 1 and self.size - edges[-1] < AT_ONCE:
+            edges.pop()
+        here = generator is None or generator.device == like.device
+        noise, spread = like.new_empty(2, min(self.size, BLOCK + AT_ONCE if len(edges) > 1 else self.size))
+        for start, stop in pairwise([*edges, self.size]):
+            drawn, part = noise[: stop - start], spread[: stop - start]
+            drawn = drawn.normal_(generator=generator) if here else normal((stop - start,), like, generator)
+            torch.mul(values[start:stop], scale, out=part)
+            yield drawn.mul_(part.add_(self.flat).rsqrt_())
+
+    def update(self, new: Curvature | RowSquares, factor: float) -> None:
         """H <- (1 - forgetting) H + factor * new."""
         kept = 1 - self.schedule.forgetting
         before = self.curvature
-        if isinstance(before, Diagonal) and isinstance(new, Diagonal):
+        if isinstance(new, RowSquares):
+            if before is None:
+                before = self.curvature = Diagonal(new.like.new_zeros(self.size))
+            assert isinstance(before, Diagonal), "a run keeps to one curvature"
+            new.add_to(before.values, kept, factor)
+        elif isinstance(before, Diagonal) and isinstance(new, Diagonal):
             before.values.mul_(kept).add_(new.values, alpha=factor)
         else:
-            new = new.clone() if isinstance(new, Diagonal) else new  # it may lie in a buffer
+            new = new.clone() if isinstance(new, Diagonal) else new  # changed in place from now on
             new = new if factor == 1 else new.discounted(factor)
             self.curvature = new if before is None else before.discounted(kept).pooled(new)
         self.start *= kept
@@ -227,16 +246,20 @@ class OnlineSteps:
     def _draw(self, running: Running) -> None:
         """Writes a draw of the weights into the twin."""
         mean, into, space = self.tangent.parameters, self.drawn.parameters, self.tangent.space
-        like = torch.empty(0, dtype=space.dtype, device=space.device)
-        for name, away in space.unravel(running.draw(like, self.generator)).items():
+        blocks = running.draw(torch.empty(0, dtype=space.dtype, device=space.device), self.generator)
+        both = [(tensor, into[name]) for name, tensor in mean.items()]
+        if space.index is None and all(each.is_contiguous() for pair in both for each in pair):
+            _add_blocks(blocks, [(tensor.view(-1), twin.view(-1)) for tensor, twin in both])
+            return
+        for name, away in space.unravel(torch.cat([block.clone() for block in blocks])).items():
             torch.add(mean[name], away.to(mean[name].dtype), out=into[name])
 
     @torch.no_grad()
-    def _curvature(self, running: Running, there: Linearisation, x: Any, y: Tensor) -> Curvature:
+    def _curvature(self, running: Running, there: Linearisation, x: Any, y: Tensor) -> Curvature | RowSquares:
         assert self.of_batch is not None
         here = there if running.schedule.at == "draw" else self.tangent.at(x)
-        new = self.of_batch(here, self.likelihood, x, y, self.generator, running.buffer("new", here.value))
-        if not all_finite(new.diagonal()):
+        new = self.of_batch(here, self.likelihood, x, y, self.generator)
+        if not (new.finite if isinstance(new, RowSquares) else all_finite(new.diagonal())):
             raise DataError("the curvature of the batch is NaN or infinite; expected finite numbers. Check the data.")
         return new
 
@@ -301,6 +324,21 @@ class OnlineSteps:
             curvature = None if kept is None else unpack(kept["description"], kept["tensors"])
             assert curvature is None or isinstance(curvature, Curvature)
             self.running = Running(self.running.schedule, self.running.size, curvature, float(state_dict["start"]))
+
+
+def _add_blocks(blocks: Iterable[Tensor], tensors: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Writes mean + block into the twin, for (mean, twin) [entries] of every tensor one after the other."""
+    number, at = 0, 0
+    for block in blocks:
+        done = 0
+        while done < len(block):
+            mean, twin = tensors[number]
+            count = min(len(block) - done, len(mean) - at)
+            part = slice(at, at + count)
+            torch.add(mean[part], block[done : done + count].to(mean.dtype), out=twin[part])
+            done, at = done + count, at + count
+            if at == len(mean):
+                number, at = number + 1, 0
 
 
 def _twin(tangent: Tangent) -> Tangent:
