@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import OptionError
 from lapwing.laplace.base import BaseLaplace
+from lapwing.laplace.budgets import AnyBudget
 from lapwing.laplace.hyper import Groups, Number
 from lapwing.laplace.names import SubsetOfWeights, choose
 from lapwing.laplace.persistence import register
@@ -95,6 +96,7 @@ class Options(TypedDict, total=False):
     probes: int
     steps: int
     block: int
+    memory_budget: AnyBudget | None
 
 
 FULL_LIMIT = 3000

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import ModelError
 from lapwing.laplace import predictions
+from lapwing.laplace.budgets import budgeted
 from lapwing.laplace.data import peek
 from lapwing.laplace.hyper import Number
 from lapwing.laplace.structures import AnyTangent
@@ -111,6 +112,7 @@ class LLLaplace(ParametricLaplace):
         return pairs, tangent
 
     @outside_autocast
+    @budgeted
     def functional_variance_fast(self, X: Any) -> tuple[Tensor, Tensor]:
         """Outputs and the variance of each of them, [B, *out] both, without the covariances between outputs."""
         posterior = self.posterior
