@@ -26,7 +26,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lapwing.distributions import Distribution
 from lapwing.errors import NotFittedError, OptionError, ParameterError
-from lapwing.estimate.data_pass import Divided
+from lapwing.estimate.data_pass import Divided, no_batch
 from lapwing.estimate.ranks import ONE, Ranks
 from lapwing.evidence import Evidence, EvidenceAtMode, GaussianFit, LinearMode, Tuned
 from lapwing.evidence.seen import Seen
@@ -52,6 +52,7 @@ from lapwing.laplace.hyper import (
 )
 from lapwing.laplace.identity import Kept
 from lapwing.laplace.names import PriorStructure, choose
+from lapwing.laplace.planning import Plan, plan_of, points_of
 from lapwing.laplace.process_group import ProcessGroup
 from lapwing.laplace.ranks_checkpoint import RanksCheckpointed
 from lapwing.laplace.same import check_same, own_generator
@@ -94,6 +95,8 @@ class BaseLaplace:
     """
 
     structure: ClassVar[str]
+    subset: ClassVar[str] = "all"
+    """Which weights are random: "all", "last_layer" or "subnetwork"."""
     reason: str = ""
     """Why the structure was chosen, where `hessian_structure="auto"` chose it."""
     tuned: Tuned | None = None
@@ -143,6 +146,7 @@ class BaseLaplace:
         self._posterior: tuple[tuple, Gaussian] | None = None
         self._kept: Kept | None = None
         self._few: Any = None
+        self._batch_points = 0
         sigma_noise = checked_noise(noise_of(sigma_noise, own_sigma), self._place, has_noise)
         self.hyper = HyperParameters(
             checked_precision(prior_precision, self._place),
@@ -644,13 +648,13 @@ class BaseLaplace:
         """
         group, named = group_of(train_loader, process_group, self._device), process_group is not None
         with nullcontext() if group is None else group.together(), self._within(memory_budget):
-            fitted, tangent, few = self._fit(
+            fitted, tangent, sampled = self._fit(
                 train_loader, override, progress_bar, generator, checkpoint, checkpoint_every, group, named
             )
         with self._all_or_nothing():
             self._bind(tangent)
             self._fitted, self._posterior, self._kept = fitted, None, Kept.of(self.model)
-            self._few, self.tuned = few, None
+            self._few, self._batch_points, self.tuned = sampled.few, sampled.size, None
         if checkpoint is not None and (group is None or group.rank == 0):
             remove(checkpoint)
 
@@ -664,7 +668,7 @@ class BaseLaplace:
         checkpoint_every: int,
         group: ProcessGroup | None,
         named: bool,
-    ) -> tuple[Fitted, AnyTangent, Any]:
+    ) -> tuple[Fitted, AnyTangent, FirstInputs]:
         """What the data leave behind, the function it belongs to, and a few inputs."""
         if not override:
             self._check_weights(whole=True)
@@ -705,7 +709,42 @@ class BaseLaplace:
         fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape, seen.fingerprint)
         if not override and self._fitted is not None:
             fitted = self._fitted + fitted
-        return replace(fitted, curvature=ranks.decomposed(compact(fitted.curvature))), tangent, sampled.few
+        return replace(fitted, curvature=ranks.decomposed(compact(fitted.curvature))), tangent, sampled
+
+    @outside_autocast
+    def plan(
+        self,
+        train_loader: Iterable[Any] | None = None,
+        *,
+        memory_budget: AnyBudget | None = None,
+        time_budget: float | int | None = None,
+    ) -> Plan:
+        """Every structure over these weights, with the time and memory that it would take on this machine.
+
+        From the first batch of `train_loader`, or, after a fit, from what it has seen. `time_budget` is in seconds, for
+        a fit; `memory_budget` is this posterior's own unless given. The table can be printed; `.rows` has it as data,
+        `.chosen` the structure that `.reason` speaks for. Nothing is fitted or changed. See `lapwing.plan`.
+        """
+        budget = self._budget if memory_budget is None else budget_of(memory_budget, self._device)
+        size = None
+        if train_loader is not None:
+            points, loader = points_of(train_loader), Pairs(train_loader, self.dict_key_y, self._device)
+            with torch.random.fork_rng(devices=()):  # a shuffled loader draws its order, which the fit is to draw
+                batch = next(iter(loader), None)
+            if batch is None:
+                raise no_batch()
+        elif self._few is None:
+            raise NotFittedError(
+                "a plan was asked of a posterior that has seen no inputs (it was not fitted, or was loaded); expected "
+                "some. Give the data: la.plan(train_loader)."
+            )
+        else:
+            points, batch, size = self.n_data, (self._few, None), self._batch_points
+        _, tangent = self._tangent_for([batch])
+        options = {self.structure: self.recipe.options}
+        with self._within(memory_budget), torch.inference_mode(False):
+            arguments = _with_budget(tangent, budget), self.distribution, batch, points, self.subset, options
+            return plan_of(*arguments, memory=budget, time_budget=time_budget, batch_points=size)
 
     def _check_ranks(self, group: ProcessGroup) -> None:
         """Refuses what is not the same from shards as from all data."""

@@ -33,6 +33,7 @@ class LLLaplace(ParametricLaplace):
     comes from features [B, T, D] to outputs [B, C]: "pick_first", "pick_last" or "average" over the positions.
     """
 
+    subset: ClassVar[str] = "last_layer"
     stored: ClassVar[tuple[str, ...]] = ("last_layer_name", "feature_reduction")
 
     def __init__(
