@@ -96,7 +96,8 @@ PAIRS = 12
 def peak(run: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
-    events = seen.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    results: Any = seen.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
+    events = results.events()
     held = most = 0
     for _, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         held += change

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +42,7 @@ class Peak:
 
     def __exit__(self, *exception: object) -> None:
         self._profile.__exit__(None, None, None)
-        results = self._profile.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
+        results: Any = self._profile.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
         found = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
         held = 0
         for _, change in found:

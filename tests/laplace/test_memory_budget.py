@@ -203,7 +203,7 @@ def test_it_is_kept_with_the_posterior(tmp_path) -> None:
 @pytest.mark.parametrize("subset", ["all", "last_layer", "subnetwork"])
 def test_every_class_takes_it(subset: str) -> None:
     x, y = data(40, (20,))
-    options = {"subnetwork_indices": torch.arange(50)} if subset == "subnetwork" else {}
+    options: dict[str, Any] = {"subnetwork_indices": torch.arange(50)} if subset == "subnetwork" else {}
     for structure in ("full", "diag", "gp", "lowrank", "blocks", "propagated_diag", "mixed_diag", "matrix_free"):
         try:
             la = Laplace(network(5, 8), "classification", subset, structure, memory_budget="20 MB", **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ def test_a_plan_before_and_after_a_fit_changes_nothing() -> None:
 
 @pytest.mark.parametrize("subset", ["last_layer", "subnetwork"])
 def test_other_weights_have_their_own_structures(subset: str) -> None:
-    options = {"subnetwork_indices": torch.arange(200)} if subset == "subnetwork" else {}
+    options: dict[str, Any] = {"subnetwork_indices": torch.arange(200)} if subset == "subnetwork" else {}
     plan = lapwing.plan(network(), "classification", data(), subset, **options)
     names = {each.structure for each in plan.alternatives}
     assert "full" in names

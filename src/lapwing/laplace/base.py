@@ -786,7 +786,7 @@ class BaseLaplace:
             inputs, tangent = self._inputs(x), _with_budget(self._tangent, current_budget())
             most = self._most_points(tangent, inputs) if tensors(inputs) else None
             divided = most is not None and most < batch_size(inputs)
-            linear = DividedMap(tangent, inputs, most) if divided else tangent.at(inputs)
+            linear: LinearMap = DividedMap(tangent, inputs, most or 1) if divided else tangent.at(inputs)
         if at is None:
             return linear
         linear_modes.check_mode(at, self.fitted, self.hyper, self.space)

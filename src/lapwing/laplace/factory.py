@@ -145,7 +145,7 @@ def Laplace(
             structure, reason = automatic(model, subset, indices, options.get("last_layer_name"), budget)
         else:
             known = ("subnetwork_indices", "last_layer_name", "feature_reduction", "dict_key_y")
-            given = {name: options[name] for name in known if name in options}
+            given: dict[str, Any] = {name: value for name, value in options.items() if name in known}
             given |= {"subnetwork_indices": indices} if subset == "subnetwork" else {}
             found = plan(model, likelihood, loader, subset, memory_budget=budget, time_budget=time_budget, **given)
             structure, reason = found.chosen, found.reason

@@ -76,7 +76,7 @@ class Plan:
 
     def __str__(self) -> str:
         head = ("", "structure", "fit", "predict", "memory", "fits", "")
-        lines = [head]
+        lines: list[tuple[str, ...]] = [head]
         for each in self.alternatives:
             mark = "*" if each.structure == self.chosen else ""
             times = seconds_text(each.fit_seconds), seconds_text(each.prediction_seconds)

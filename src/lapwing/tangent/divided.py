@@ -77,8 +77,12 @@ class DividedMap:
     def outputs(self) -> int:
         return self.value.shape[1:].numel()
 
-    @cached_property
+    @property
     def value(self) -> Float[Tensor, "batch *out"]:
+        return self._value
+
+    @cached_property
+    def _value(self) -> Tensor:
         return torch.cat([part.value for part in self._maps()])
 
     def _maps(self) -> Iterator[LinearMap]:
