@@ -57,6 +57,7 @@ from lapwing.laplace import (
     MixedDiagLaplace,
     MixedDiagSubnetLaplace,
     ParametricLaplace,
+    Plan,
     PredType,
     PriorStructure,
     PropagatedDiagLaplace,
@@ -67,6 +68,7 @@ from lapwing.laplace import (
     gathered,
     load,
     marglik_training,
+    plan,
     to_mode,
 )
 from lapwing.likelihoods import (
@@ -127,6 +129,7 @@ __all__ = [
     "MixedDiagSubnetLaplace",
     "ParamSpace",
     "ParametricLaplace",
+    "Plan",
     "Poisson",
     "PredType",
     "Preference",
@@ -156,6 +159,7 @@ __all__ = [
     "marglik_training",
     "metrics",
     "params",
+    "plan",
     "posterior",
     "predictive",
     "priors",

@@ -16,7 +16,7 @@ from lapwing.estimate.cotangents import Columns, Cotangents
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg.rows import Piece
 from lapwing.tangent import Linearisation, Tangent
-from lapwing.tangent.inputs import all_finite, take
+from lapwing.tangent.inputs import all_finite, batch_size, take, tensors
 from lapwing.tangent.model import FEW_SAMPLES
 
 Batches = Iterable[Any]
@@ -28,6 +28,47 @@ class Wrapped(ABC):
     @property
     @abstractmethod
     def source(self) -> Batches: ...
+
+
+class PartOfBatch(tuple):
+    """A pair (inputs, targets) of some data points of a batch, of which it has the number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Divided(Wrapped):
+    """Batches in parts: `most` says of inputs how many data points may be in one, None for any number."""
+
+    batches: Batches
+    most: Callable[[Any], int | None]
+
+    @property
+    def source(self) -> Batches:
+        return self.batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches):
+            points = _points(batch)
+            most = self.most(batch[0]) if points else None
+            if most is None or points <= most:
+                yield batch
+                continue
+            for start in range(0, points, most):
+                rows = slice(start, start + most)
+                part = PartOfBatch((take(batch[0], rows), batch[1][rows]))
+                part.number = number
+                yield part
+
+
+def _points(batch: Any) -> int:
+    """Data points of a pair that can be divided; 0 of anything else."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+        return 0
+    x, y = batch
+    if y.dim() == 0 or not any(t.dim() for t in tensors(x)):
+        return 0
+    return len(y) if len(y) and len(y) == batch_size(x) else 0
 
 
 def one_shot(batches: Batches) -> bool:
@@ -166,7 +207,7 @@ def _passed(tangent: Tangent, likelihood: Likelihood, batches: Batches, joining:
                 part = at(x, y, number)
             if joining and number == 0 and _plain(x, y) and not part.linearisation.record.opaque:
                 needed = x.numel() * x.element_size() + part.linearisation.cotangent_bytes
-                limit.most = JOINED * len(x) // max(1, needed)
+                limit.most = min(JOINED, tangent.budget // 8) * len(x) // max(1, needed)
             yield part
 
 
@@ -276,7 +317,7 @@ def numbered(batches: Batches) -> Iterator[tuple[int, Any]]:
     """Batches with their numbers; a loader without any is an error."""
     number = -1
     for number, batch in enumerate(batches):
-        yield number, batch
+        yield batch.number if isinstance(batch, PartOfBatch) else number, batch
     if number < 0:
         raise no_batch()
 

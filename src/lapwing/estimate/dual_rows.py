@@ -18,12 +18,14 @@ from lapwing.estimate.data_pass import Batches, pulled
 from lapwing.estimate.exact_blocks import partition
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Dual, Independent, RowSet
+from lapwing.linalg.budget import check_memory
 from lapwing.linalg.rows import Piece
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 from lapwing.tangent.inputs import batch_size, map_tensors, tensors
 
 LIMIT = 20_000
+FEWER = "Use fewer data points (n_subset, estimate.subset), a Kronecker structure, or a larger memory_budget."
 
 
 def dual(
@@ -84,7 +86,7 @@ def limited(
     generator: torch.Generator | None,
     limit: int,
 ) -> Iterator[list[Piece]]:
-    """Rows of the data, chunk by chunk, and an error once there are more than `limit`."""
+    """Rows of the data, chunk by chunk, and an error once there are more than `limit`, or than the budget allows."""
     count = points = 0
     for batch in pulled(tangent, likelihood, batches, cotangents, generator):
         rows, size = batch.pieces[0].shape
@@ -95,6 +97,8 @@ def limited(
                 f"least {memory(count) / 2**30:.3g} GiB; expected at most {limit} rows. Use fewer data points "
                 "(estimate.subset), fewer cotangents (monte_carlo), a Kronecker structure, or raise `limit`."
             )
+        what = f"the Gram matrix of {count:,} rows, those of the first {points} data points, and its decomposition"
+        check_memory(memory(count), what, FEWER, tangent.space.device)
         yield by_tensor(tangent.space, batch.pieces)
 
 

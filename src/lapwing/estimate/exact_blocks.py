@@ -42,7 +42,10 @@ def blocks(
     return Blocks(space.size, tuple(found))
 
 
-SMALLER = "Use kron, ekfac or diag, fewer weights (a sub-network, the last layer), or a machine with more."
+SMALLER = (
+    "Use kron, ekfac or diag, fewer weights (a sub-network, the last layer), or more memory (a larger memory_budget, "
+    "another machine)."
+)
 
 
 def partition(space: ParamSpace, by: str) -> dict[str, Segments]:

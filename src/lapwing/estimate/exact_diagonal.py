@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lapwing.estimate.cotangents import Cotangents, exact
 from lapwing.estimate.data_pass import Batches, pulled
-from lapwing.estimate.symmetric_sums import FEW_ROWS
+from lapwing.estimate.symmetric_sums import FEW_ROWS, WAITING
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Diagonal, MatrixLayout, OuterRows, Piece, Segments
 from lapwing.linalg.budget import chunks
@@ -71,7 +71,8 @@ class SquareSum:
         """Without sharing: (sum_r G*G)^T (A*A), one product for the rows of several batches."""
         waiting = self.waiting.setdefault(piece.layout, [])
         waiting.append((piece.left[:, :, 0].square().sum(0), piece.right[:, 0].square()))
-        if sum(len(right) for _, right in waiting) >= FEW_ROWS:
+        held = sum(left.numel() + right.numel() for left, right in waiting) * self.total.element_size()
+        if sum(len(right) for _, right in waiting) >= FEW_ROWS or held > self.budget // WAITING:
             self._flush(piece.layout)
 
     def _flush(self, layout: MatrixLayout) -> None:

@@ -21,7 +21,7 @@ from lapwing.estimate.data_pass import Batches, one_shot, pulled
 from lapwing.estimate.ranks import ONE, Ranks
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Dual, LowRank, RowSet, Subspace
-from lapwing.linalg.budget import available_memory, check_memory
+from lapwing.linalg.budget import check_memory, room
 from lapwing.linalg.checks import normal
 from lapwing.linalg.rows import Piece
 from lapwing.params import ParamSpace
@@ -99,7 +99,7 @@ def low_rank(
 def _check_memory(space: ParamSpace, rank: int) -> None:
     """Eigenvectors in float64 while they are found, with those of the subspace and of its decomposition."""
     each = 4 * 8 * space.size
-    free = available_memory(space.device)
+    free = room(space.device)
     fits = 0 if free is None else max(0, free // each - OVERSAMPLING)
     remedy = f"Use rank={fits}, which fits" if fits else "Use kron, diag or matrix_free"
     what = f"{rank} eigenvectors of {space.size:,} weights, while they are found"

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.budget import chunks
+from lapwing.linalg.budget import chunks, intermediate_bytes
 from lapwing.linalg.rows import Piece, assemble
 
 
@@ -45,11 +45,13 @@ WIDE, ALIGNED = 192, 16
 """Sums of this width have rows, and bands of them, at multiples of so many entries."""
 FEW_ROWS = 1024
 """Products of fewer rows wait until there are so many: each reads and writes the whole sum, which is slow to reach."""
+WAITING = 16
+"""Every factor may keep rows that wait, up to this part of what an intermediate may take."""
 
 
 def enough_rows(width: int) -> int:
     """Rows that are worth a product at once: the sum has width^2 entries, and waiting costs a copy of the rows."""
-    return min(FEW_ROWS, 2 * width)
+    return max(1, min(FEW_ROWS, 2 * width, intermediate_bytes() // WAITING // (8 * width)))
 
 
 @dataclass

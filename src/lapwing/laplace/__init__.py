@@ -1,7 +1,7 @@
 """The public face: `Laplace`, the named posteriors, and training by the marginal likelihood."""
 
 from lapwing.laplace.base import BaseLaplace
-from lapwing.laplace.factory import Laplace
+from lapwing.laplace.factory import Laplace, plan
 from lapwing.laplace.gathering import gathered
 from lapwing.laplace.loading import load
 from lapwing.laplace.marglik import marglik_training
@@ -15,6 +15,7 @@ from lapwing.laplace.names import (
     Task,
     TuningMethod,
 )
+from lapwing.laplace.planning import Alternative, Plan
 from lapwing.laplace.structures import HessianStructure
 from lapwing.laplace.variants.all_weights import (
     BlocksLaplace,
@@ -42,6 +43,7 @@ from lapwing.laplace.variants.subnetwork import (
 )
 
 __all__ = [
+    "Alternative",
     "BaseLaplace",
     "BlocksLaplace",
     "BlocksSubnetLaplace",
@@ -69,6 +71,7 @@ __all__ = [
     "MixedDiagSubnetLaplace",
     "ModeSearch",
     "ParametricLaplace",
+    "Plan",
     "PredType",
     "PriorStructure",
     "PropagatedDiagLaplace",
@@ -80,5 +83,6 @@ __all__ = [
     "gathered",
     "load",
     "marglik_training",
+    "plan",
     "to_mode",
 ]

@@ -26,10 +26,12 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lapwing.distributions import Distribution
 from lapwing.errors import NotFittedError, OptionError, ParameterError
+from lapwing.estimate.data_pass import Divided, no_batch
 from lapwing.estimate.ranks import ONE, Ranks
 from lapwing.evidence import Evidence, EvidenceAtMode, GaussianFit, LinearMode, Tuned
 from lapwing.evidence.seen import Seen
 from lapwing.laplace import linear_modes, persistence, predictions, state, tuning
+from lapwing.laplace.budgets import AnyBudget, budget_of, budgeted, check_kept
 from lapwing.laplace.checkpoint import EVERY, Checkpointed, check_rows, remove
 from lapwing.laplace.data import FirstInputs, Pairs, Tracked
 from lapwing.laplace.fitted import Fitted
@@ -50,6 +52,7 @@ from lapwing.laplace.hyper import (
 )
 from lapwing.laplace.identity import Kept
 from lapwing.laplace.names import PriorStructure, choose
+from lapwing.laplace.planning import Plan, plan_of, points_of
 from lapwing.laplace.process_group import ProcessGroup
 from lapwing.laplace.ranks_checkpoint import RanksCheckpointed
 from lapwing.laplace.same import check_same, own_generator
@@ -61,6 +64,7 @@ from lapwing.laplace.wrapped import unwrapped
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, DenseRows, Diagonal, LinearMap, Precision, total
 from lapwing.linalg.autocast import outside_autocast
+from lapwing.linalg.budget import MemoryBudget, current_budget, within
 from lapwing.linalg.checks import normal
 from lapwing.linalg.contracts import scaled
 from lapwing.params import ParamSpace
@@ -71,8 +75,9 @@ from lapwing.priors import Gaussian as PreviousPosterior
 from lapwing.serialize import compact
 from lapwing.serialize.files import AnyPath
 from lapwing.tangent import Tangent
+from lapwing.tangent.divided import DividedMap, footprint
 from lapwing.tangent.features import FeatureTangent
-from lapwing.tangent.inputs import moved
+from lapwing.tangent.inputs import batch_size, moved, shape_key, take, tensors
 
 
 class BaseLaplace:
@@ -84,10 +89,14 @@ class BaseLaplace:
     (randomly projected GGN), "recursive" (kron alone: propagated in expectation over the data of a fit, for many
     outputs), "empirical" or "hessian"; `backend` does the same with names of `lapwing.curvature`. `prior_groups`
     names the parameters that share a prior precision. `prior` is a previous posterior over the same parameters, as
-    `la.as_prior()` gives it, in the place of precision and mean. Other keyword arguments are options of the structure.
+    `la.as_prior()` gives it, in the place of precision and mean. `memory_budget`, in bytes or as "2 GB", bounds what
+    fits and predictions take beyond the model, a batch of data and the curvature that is kept (docs/structures.md).
+    Other keyword arguments are options of the structure.
     """
 
     structure: ClassVar[str]
+    subset: ClassVar[str] = "all"
+    """Which weights are random: "all", "last_layer" or "subnetwork"."""
     reason: str = ""
     """Why the structure was chosen, where `hessian_structure="auto"` chose it."""
     tuned: Tuned | None = None
@@ -95,7 +104,7 @@ class BaseLaplace:
     choices: tuple[str, ...] = ()
     """What `lapwing.attach` decided, a sentence each."""
     pred_types: ClassVar[tuple[str, ...]] = ("glm", "nn")
-    stored: ClassVar[tuple[str, ...]] = ("enable_backprop", "dict_key_x", "dict_key_y")
+    stored: ClassVar[tuple[str, ...]] = ("enable_backprop", "dict_key_x", "dict_key_y", "memory_budget")
     """Attributes that are arguments of the constructor and that files keep; a class adds its own."""
 
     def __init__(
@@ -115,9 +124,11 @@ class BaseLaplace:
         estimator: str | None = None,
         prior_groups: Groups | None = None,
         prior: object = None,
+        memory_budget: AnyBudget | None = None,
         **options: Any,
     ) -> None:
         self.enable_backprop = enable_backprop
+        self.memory_budget = memory_budget
         self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
         model = unwrapped(model)
         distribution, own_sigma = likelihood_of(likelihood)
@@ -127,12 +138,15 @@ class BaseLaplace:
         kept = {name: getattr(self, name) for kind in kinds for name in kind.__dict__.get("stored", ())}
         self.setup = Setup(type(self), model, likelihood, distribution, has_noise, made, kept)
         self._whole = ParamSpace.of(model)
+        self._budget = budget_of(memory_budget, self._whole.device)
+        self._footprints: dict[tuple, int | None] = {}
         self._space: ParamSpace | None = None
         self._tangent: AnyTangent | None = None
         self._fitted: Fitted | None = None
         self._posterior: tuple[tuple, Gaussian] | None = None
         self._kept: Kept | None = None
         self._few: Any = None
+        self._batch_points = 0
         sigma_noise = checked_noise(noise_of(sigma_noise, own_sigma), self._place, has_noise)
         self.hyper = HyperParameters(
             checked_precision(prior_precision, self._place),
@@ -214,7 +228,7 @@ class BaseLaplace:
         if tangent is None:
             return
         with self._all_or_nothing():
-            self._tangent, self._space = tangent, tangent.space
+            self._tangent, self._space = _with_budget(tangent, self._budget), tangent.space
             self._check_prior(tangent.space, self.prior_precision, self.prior_mean, self.prior_groups)
 
     def _check_prior(self, space: ParamSpace, precision: Tensor, mean: Number, groups: PriorGroups | None) -> None:
@@ -251,6 +265,25 @@ class BaseLaplace:
         except BaseException:
             vars(self).update(before)
             raise
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _within(self, memory_budget: AnyBudget | None = None) -> AbstractContextManager:
+        """Work within a budget: the one given, else that of whoever calls, else this posterior's own."""
+        if memory_budget is not None:
+            return within(budget_of(memory_budget, self._device))
+        return within(self._budget) if current_budget() == MemoryBudget() else nullcontext()
+
+    def _most_points(self, tangent: AnyTangent, x: Any) -> int | None:
+        """How many data points are linearised at a time: half of the budget is for their graph; None for any number."""
+        total = current_budget().total
+        if total is None:
+            return None
+        key = shape_key(take(x, slice(0, 1)))
+        if key not in self._footprints:
+            self._footprints[key] = footprint(tangent, x)
+        each = self._footprints[key]
+        return None if each is None else max(1, total // 2 // each)
 
     # -- hyper-parameters --------------------------------------------------------------------------------------------
 
@@ -365,7 +398,7 @@ class BaseLaplace:
             (was, *numbers), posterior = kept
             if was is fitted and numbers[0] is precision and numbers[1] is sigma and numbers[2] is temperature:
                 return posterior
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self._within():
             posterior = Gaussian(self.fitted.mean, self.precision)
         self._posterior = (fitted, precision, sigma, temperature), posterior
         return posterior
@@ -433,12 +466,14 @@ class BaseLaplace:
         return (away * weights.precision.mv(away)).sum(-1)
 
     @outside_autocast
+    @budgeted
     def functional_variance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "batch outputs outputs"]:
         """J Sigma J^T of every data point, for Jacobians that the user has."""
         self.space.check(Js)
         return self.posterior.precision.quadratic([DenseRows(0, Js.transpose(0, 1))])
 
     @outside_autocast
+    @budgeted
     def functional_covariance(self, Js: Float[Tensor, "batch outputs params"]) -> Float[Tensor, "all all"]:
         """J Sigma J^T over all data points and outputs, [B C, B C]."""
         self.space.check(Js)
@@ -492,6 +527,7 @@ class BaseLaplace:
         return self.log_det_posterior_precision - self.log_det_prior_precision
 
     @outside_autocast
+    @budgeted
     def log_marginal_likelihood(
         self,
         prior_precision: Number | None = None,
@@ -533,6 +569,7 @@ class BaseLaplace:
             return self.evidence.effective_parameters(self.prior, self.sigma_noise, self.temperature)
 
     @outside_autocast
+    @budgeted
     def linear_mode(
         self,
         train_loader: Iterable[Any],
@@ -559,6 +596,7 @@ class BaseLaplace:
             return linear_modes.checked(at_mode.mode(hyper.base(self.space), hyper.sigma_noise, hyper.temperature))
 
     @outside_autocast
+    @budgeted
     def evidence_at_mode(
         self,
         train_loader: Iterable[Any],
@@ -593,6 +631,7 @@ class BaseLaplace:
         checkpoint: AnyPath | None = None,
         checkpoint_every: int = EVERY,
         process_group: dist.ProcessGroup | None = None,
+        memory_budget: AnyBudget | None = None,
     ) -> None:
         """One pass over the data (ekfac: two). With `override=False` the data are added to those already seen.
 
@@ -603,16 +642,19 @@ class BaseLaplace:
         Interrupted at any point, the model and this posterior are as they were. With a `checkpoint`, the path of a
         file, the sum so far is kept there after every `checkpoint_every` batches; called again in the same way, also in
         another process, the fit goes on from it. The loader must give the same batches in the same order.
+
+        `memory_budget` stands for this fit in the place of the posterior's own. Random estimators (mc, projection) draw
+        for the parts of a divided batch, and so other numbers than for the whole of it.
         """
         group, named = group_of(train_loader, process_group, self._device), process_group is not None
-        with nullcontext() if group is None else group.together():
-            fitted, tangent, few = self._fit(
+        with nullcontext() if group is None else group.together(), self._within(memory_budget):
+            fitted, tangent, sampled = self._fit(
                 train_loader, override, progress_bar, generator, checkpoint, checkpoint_every, group, named
             )
         with self._all_or_nothing():
             self._bind(tangent)
             self._fitted, self._posterior, self._kept = fitted, None, Kept.of(self.model)
-            self._few, self.tuned = few, None
+            self._few, self._batch_points, self.tuned = sampled.few, sampled.size, None
         if checkpoint is not None and (group is None or group.rank == 0):
             remove(checkpoint)
 
@@ -626,7 +668,7 @@ class BaseLaplace:
         checkpoint_every: int,
         group: ProcessGroup | None,
         named: bool,
-    ) -> tuple[Fitted, AnyTangent, Any]:
+    ) -> tuple[Fitted, AnyTangent, FirstInputs]:
         """What the data leave behind, the function it belongs to, and a few inputs."""
         if not override:
             self._check_weights(whole=True)
@@ -638,6 +680,10 @@ class BaseLaplace:
             self._check_ranks(group)
             shard = shard_of(sampled, train_loader, group, named)
         pairs, tangent = self._tangent_for(self._data(sampled if shard is None else shard))
+        check_kept(self.structure, tangent.space, self.recipe.options)
+        working = _with_budget(tangent, current_budget())
+        if group is None and current_budget().total is not None:
+            pairs = Divided(pairs, lambda x: self._most_points(working, x))
         ranks: Ranks = ONE
         if group is not None:
             ranks = group
@@ -648,12 +694,12 @@ class BaseLaplace:
         added_to = None if override or self._fitted is None else self._fitted.curvature
         if checkpoint is None:
             watched = seen.watching(pairs)
-            curvature = self.recipe(tangent, self.distribution, watched, generator, added_to, ranks)
+            curvature = self.recipe(working, self.distribution, watched, generator, added_to, ranks)
             if group is not None and shard is not None:
                 check_rows(self.setup, curvature)  # a limit on the rows of all ranks, of which each knew its own
                 seen = seen_by_all(seen, shard, group)
         else:
-            kept = Checkpointed(self.setup, tangent, seen, generator, checkpoint, checkpoint_every)
+            kept = Checkpointed(self.setup, working, seen, generator, checkpoint, checkpoint_every)
             if group is None or shard is None:
                 curvature = kept.run(pairs, added_to)
             else:
@@ -663,7 +709,42 @@ class BaseLaplace:
         fitted = Fitted(curvature, mean, seen.fit(tangent.space.dtype), seen.points, seen.shape, seen.fingerprint)
         if not override and self._fitted is not None:
             fitted = self._fitted + fitted
-        return replace(fitted, curvature=ranks.decomposed(compact(fitted.curvature))), tangent, sampled.few
+        return replace(fitted, curvature=ranks.decomposed(compact(fitted.curvature))), tangent, sampled
+
+    @outside_autocast
+    def plan(
+        self,
+        train_loader: Iterable[Any] | None = None,
+        *,
+        memory_budget: AnyBudget | None = None,
+        time_budget: float | int | None = None,
+    ) -> Plan:
+        """Every structure over these weights, with the time and memory that it would take on this machine.
+
+        From the first batch of `train_loader`, or, after a fit, from what it has seen. `time_budget` is in seconds, for
+        a fit; `memory_budget` is this posterior's own unless given. The table can be printed; `.rows` has it as data,
+        `.chosen` the structure that `.reason` speaks for. Nothing is fitted or changed. See `lapwing.plan`.
+        """
+        budget = self._budget if memory_budget is None else budget_of(memory_budget, self._device)
+        size = None
+        if train_loader is not None:
+            points, loader = points_of(train_loader), Pairs(train_loader, self.dict_key_y, self._device)
+            with torch.random.fork_rng(devices=()):  # a shuffled loader draws its order, which the fit is to draw
+                batch = next(iter(loader), None)
+            if batch is None:
+                raise no_batch()
+        elif self._few is None:
+            raise NotFittedError(
+                "a plan was asked of a posterior that has seen no inputs (it was not fitted, or was loaded); expected "
+                "some. Give the data: la.plan(train_loader)."
+            )
+        else:
+            points, batch, size = self.n_data, (self._few, None), self._batch_points
+        _, tangent = self._tangent_for([batch])
+        options = {self.structure: self.recipe.options}
+        with self._within(memory_budget), torch.inference_mode(False):
+            arguments = _with_budget(tangent, budget), self.distribution, batch, points, self.subset, options
+            return plan_of(*arguments, memory=budget, time_budget=time_budget, batch_points=size)
 
     def _check_ranks(self, group: ProcessGroup) -> None:
         """Refuses what is not the same from shards as from all data."""
@@ -701,10 +782,15 @@ class BaseLaplace:
         _ = self.space  # known before the first fit, except for a last layer that is still to be found
         assert self._tangent is not None
         self._check_weights()
+        with self._within():
+            inputs, tangent = self._inputs(x), _with_budget(self._tangent, current_budget())
+            most = self._most_points(tangent, inputs) if tensors(inputs) else None
+            divided = most is not None and most < batch_size(inputs)
+            linear: LinearMap = DividedMap(tangent, inputs, most or 1) if divided else tangent.at(inputs)
         if at is None:
-            return self._tangent.at(self._inputs(x))
+            return linear
         linear_modes.check_mode(at, self.fitted, self.hyper, self.space)
-        return linear_modes.MovedMap.of(self._tangent.at(self._inputs(x)), at.offset)
+        return linear_modes.MovedMap.of(linear, at.offset)
 
     def _check_weights(self, whole: bool = False) -> None:
         """Outputs of another model than the curvature's would be mixed with it. `whole` looks at all of its numbers."""
@@ -740,6 +826,7 @@ class BaseLaplace:
         fitting: bool = False,
         *,
         at: LinearMode | None = None,
+        memory_budget: AnyBudget | None = None,
         **model_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Probabilities [B, *out] for classes and events; for numbers the mean [B, *out] and covariance [B, C, C].
@@ -751,8 +838,26 @@ class BaseLaplace:
         Further arguments of the model go into x, where it is a mapping. `fitting` is for likelihood="reward_modeling",
         which predicts rewards of single inputs: with it, the probabilities of the choices in pairs. The mean is the
         trained network's output; `at`, a result of `linear_mode`, makes it that of the linearised network at its mode.
+        `memory_budget` stands for this call in the place of the posterior's own.
         """
         x = _with_arguments(x, model_kwargs)
+        with self._within(memory_budget):
+            return self._prediction(
+                x, pred_type, joint, link_approx, n_samples, diagonal_output, generator, fitting, at
+            )
+
+    def _prediction(
+        self,
+        x: Any,
+        pred_type: str,
+        joint: bool,
+        link_approx: str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+        fitting: bool,
+        at: LinearMode | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         pred_type = self._pred_type(pred_type)
         likelihood = self.distribution.of_targets() if fitting else self.distribution
         link, posterior = predictions.chosen_link(likelihood, link_approx), self.posterior
@@ -782,6 +887,7 @@ class BaseLaplace:
         generator: torch.Generator | None = None,
         *,
         at: LinearMode | None = None,
+        memory_budget: AnyBudget | None = None,
     ) -> Float[Tensor, "batch *out"]:
         """Probabilities of classes or events, [B, *out]. As `la(x)`, with one type of answer."""
         if not self.distribution.has_probabilities:
@@ -789,23 +895,32 @@ class BaseLaplace:
                 f"probabilities were asked of a {type(self.distribution).__name__} likelihood, which predicts numbers; "
                 "expected one of classes or events. Use predict_moments or predict_distribution."
             )
-        answer = self(x, "glm", link_approx=link_approx, n_samples=n_samples, generator=generator, at=at)
+        how = {"link_approx": link_approx, "n_samples": n_samples, "generator": generator, "at": at}
+        answer = self(x, "glm", **how, memory_budget=memory_budget)
         assert isinstance(answer, Tensor)
         return answer
 
     @outside_autocast
     def predict_moments(
-        self, x: Any, joint: bool = False, diagonal_output: bool = False, *, at: LinearMode | None = None
+        self,
+        x: Any,
+        joint: bool = False,
+        diagonal_output: bool = False,
+        *,
+        at: LinearMode | None = None,
+        memory_budget: AnyBudget | None = None,
     ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
         """Mean [B, *out] and covariance [B, C, C] of the outputs f(x), of logits too; without observation noise.
 
         `joint=True` gives [B C] and [B C, B C], `diagonal_output=True` variances in the shape of the outputs.
         """
-        posterior = self.posterior
-        with self._working():
+        with self._within(memory_budget), self._working():
+            posterior = self.posterior
             return predictions.moments(posterior, self.linearise(x, at), joint=joint, diagonal=diagonal_output)
 
-    def predict_distribution(self, x: Any, *, at: LinearMode | None = None) -> Distribution:
+    def predict_distribution(
+        self, x: Any, *, at: LinearMode | None = None, memory_budget: AnyBudget | None = None
+    ) -> Distribution:
         """The law of new targets, noise included: mean, deviation, interval(0.9), log_prob(y), cdf(y), draw(n).
 
         Targets stand one after the other, [B D] for D of them in a data point. For classes and events there are
@@ -822,7 +937,7 @@ class BaseLaplace:
         >>> bool((low < predicted.mean).all()), (high - low).round(decimals=2).tolist()
         (True, [0.36, 0.44])
         """
-        mean, variance = self.predict_moments(x, diagonal_output=True, at=at)
+        mean, variance = self.predict_moments(x, diagonal_output=True, at=at, memory_budget=memory_budget)
         likelihood = self.distribution
         law = likelihood.predictive(likelihood.to_last(mean), likelihood.to_last(variance), self.sigma_noise.detach())
         if law is None:
@@ -846,6 +961,7 @@ class BaseLaplace:
         generator: torch.Generator | None = None,
         *,
         at: LinearMode | None = None,
+        memory_budget: AnyBudget | None = None,
     ) -> Float[Tensor, "n batch *out"]:
         """Draws of the outputs f(x): one draw moves all inputs together, as one draw of the weights does.
 
@@ -855,9 +971,10 @@ class BaseLaplace:
         if kind == "nn" and diagonal_output:
             raise OptionError("diagonal_output=True goes with pred_type='glm'; found 'nn'. Leave it out.")
         if not diagonal_output:
-            return self._outputs(self.posterior, x, kind, count, generator, at)
+            with self._within(memory_budget):
+                return self._outputs(self.posterior, x, kind, count, generator, at)
         posterior = self.posterior
-        with self._working():
+        with self._within(memory_budget), self._working():
             mean, variance = predictions.moments(posterior, self.linearise(x, at), diagonal=True)
             return mean + variance.sqrt() * normal((count, *mean.shape), mean, generator)
 
@@ -876,7 +993,7 @@ class BaseLaplace:
                 return draws(posterior, self.linearise(x, at), n, generator)
             refuse_mode(at)
             self._check_weights()
-            tangent = Tangent(self.model, self.space, evaluate=True)
+            tangent = Tangent(self.model, self.space, current_budget().intermediate, evaluate=True)
             return network_draws(posterior, tangent, self._inputs(x), n, generator, self.enable_backprop)
 
     @outside_autocast
@@ -889,9 +1006,11 @@ class BaseLaplace:
         generator: torch.Generator | None = None,
         *,
         at: LinearMode | None = None,
+        memory_budget: AnyBudget | None = None,
     ) -> Float[Tensor, "n batch *out"]:
         """Draws of predictions: probabilities for classes and events, else of the function, without noise."""
-        found = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, at=at)
+        how = {"at": at, "memory_budget": memory_budget}
+        found = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, **how)
         return predictions.predicted(self.distribution, found)
 
     def _pred_type(self, pred_type: str) -> str:
@@ -917,6 +1036,7 @@ class BaseLaplace:
     # -- tuning --------------------------------------------------------------------------------------------------------
 
     @outside_autocast
+    @budgeted
     def optimize_prior_precision(
         self,
         pred_type: str = "glm",
@@ -1059,6 +1179,11 @@ class BaseLaplace:
 
     def _bind_stored(self, state_dict: Mapping[str, Any]) -> None:
         """Binds the parameters that a state speaks of, where that is not known yet."""
+
+
+def _with_budget(tangent: AnyTangent, budget: MemoryBudget) -> AnyTangent:
+    """The same tangent, with what it has learnt of the network, within another budget."""
+    return tangent if tangent.budget == budget.intermediate else replace(tangent, budget=budget.intermediate)
 
 
 def whole(n: int) -> int:

@@ -13,7 +13,7 @@ from rich.progress import track
 from lapwing.errors import MissingKeyError
 from lapwing.estimate.data_pass import Wrapped, no_batch, one_shot
 from lapwing.laplace.sampler import refuse_shard
-from lapwing.tangent.inputs import map_tensors, moved, take, tensors
+from lapwing.tangent.inputs import batch_size, map_tensors, moved, take, tensors
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class FirstInputs(Wrapped):
 
     batches: Iterable[Any]
     few: Any = None
+    size: int = 0
+    """Of the first batch."""
 
     @property
     def source(self) -> Iterable[Any]:
@@ -77,6 +79,7 @@ class FirstInputs(Wrapped):
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
             if self.few is None and isinstance(batch, (tuple, list)) and len(batch) == 2 and tensors(batch[0]):
+                self.size = batch_size(batch[0])
                 self.few = map_tensors(lambda t: t.detach().clone(), take(batch[0], slice(0, FEW)))
             yield batch
 

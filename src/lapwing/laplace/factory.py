@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
 from lapwing.errors import OptionError
 from lapwing.laplace.base import BaseLaplace
+from lapwing.laplace.budgets import AnyBudget, bytes_of, kept_bytes
 from lapwing.laplace.hyper import Groups, Number
 from lapwing.laplace.names import SubsetOfWeights, choose
 from lapwing.laplace.persistence import register
+from lapwing.laplace.planning import FULL_LIMIT, Plan
 from lapwing.laplace.structures import STRUCTURES
 from lapwing.laplace.variants import all_weights, functional, last_layer, subnetwork
 from lapwing.laplace.wrapped import unwrapped
 from lapwing.likelihoods import Likelihood
+from lapwing.linalg.budget import size_text
 from lapwing.params import ParamSpace
 from lapwing.priors import Gaussian
 
@@ -95,10 +98,9 @@ class Options(TypedDict, total=False):
     probes: int
     steps: int
     block: int
-
-
-FULL_LIMIT = 3000
-"""Weights up to which `auto` keeps every covariance: [P, P] and one eigendecomposition, some seconds at most."""
+    memory_budget: AnyBudget | None
+    loader: Iterable[Any] | None
+    time_budget: float | int | None
 
 
 def Laplace(
@@ -111,7 +113,9 @@ def Laplace(
 ) -> BaseLaplace:
     """A Laplace posterior over all weights, the last layer or a sub-network, with curvature of the given structure.
 
-    `hessian_structure="auto"` takes the most exact structure that is affordable, and says why in `la.reason`.
+    `hessian_structure="auto"` takes the most exact structure that is affordable, and says why in `la.reason`: by the
+    weights and the memory budget alone, as there are no data yet; with `loader`, the data that are going to be fitted,
+    by `plan(...)`, within a `time_budget` in seconds where one is given.
 
     >>> import torch
     >>> from torch import Tensor, nn
@@ -128,9 +132,23 @@ def Laplace(
     structure = choose(hessian_structure, [*STRUCTURES, "auto"], "hessian_structure")
     reason = ""
     model = unwrapped(model)
+    loader, time_budget = options.pop("loader", None), options.pop("time_budget", None)
+    if (time_budget is not None and loader is None) or (loader is not None and structure != "auto"):
+        raise OptionError(
+            f"loader or time_budget were given with hessian_structure={structure!r}; expected 'auto', which chooses by "
+            "the data, and both for a time. Leave them out, or ask lapwing.plan(model, likelihood, loader)."
+        )
     if structure == "auto":
         indices = options.get("subnetwork_indices", next(iter(arguments), None))
-        structure, reason = automatic(model, subset, indices, options.get("last_layer_name"))
+        budget = options.get("memory_budget")
+        if loader is None:
+            structure, reason = automatic(model, subset, indices, options.get("last_layer_name"), budget)
+        else:
+            known = ("subnetwork_indices", "last_layer_name", "feature_reduction", "dict_key_y")
+            given: dict[str, Any] = {name: value for name, value in options.items() if name in known}
+            given |= {"subnetwork_indices": indices} if subset == "subnetwork" else {}
+            found = plan(model, likelihood, loader, subset, memory_budget=budget, time_budget=time_budget, **given)
+            structure, reason = found.chosen, found.reason
     kind = class_of(subset, structure)
     if subset == "subnetwork" and not arguments and "subnetwork_indices" not in options:
         raise OptionError(
@@ -142,8 +160,40 @@ def Laplace(
     return la
 
 
+def plan(
+    model: nn.Module,
+    likelihood: str | Likelihood,
+    loader: Iterable[Any],
+    subset_of_weights: str = "all",
+    *,
+    memory_budget: AnyBudget | None = None,
+    time_budget: float | int | None = None,
+    **options: Any,
+) -> Plan:
+    """A table of all structures with the time and memory that each would take here, before anything is fitted.
+
+    `options` are those of `Laplace` that say which weights and data are meant: `subnetwork_indices`, `last_layer_name`,
+    `dict_key_y`. `time_budget` is in seconds, for a fit.
+
+    >>> import torch
+    >>> x = torch.randn(100, 3)
+    >>> found = plan(nn.Linear(3, 2), "regression", [(x, x[:, :2])])
+    >>> found.chosen, found.reason
+    ('full', 'full: 8 weights, so every covariance fits (up to 3,000)')
+    >>> [row["structure"] for row in found.rows][:3]
+    ['full', 'kron', 'ekfac']
+    """
+    structure = "kron" if subset_of_weights == "last_layer" else "diag"  # both exist for these weights, any will do
+    la = Laplace(model, likelihood, subset_of_weights, structure, memory_budget=memory_budget, **options)
+    return la.plan(loader, time_budget=time_budget)
+
+
 def automatic(
-    model: nn.Module, subset: str, indices: Any = None, last_layer_name: str | None = None
+    model: nn.Module,
+    subset: str,
+    indices: Any = None,
+    last_layer_name: str | None = None,
+    memory_budget: AnyBudget | None = None,
 ) -> tuple[str, str]:
     """The structure that `auto` means, and the reason in a sentence.
 
@@ -154,8 +204,14 @@ def automatic(
         linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         layer = linear.get(last_layer_name or next(reversed(linear), ""))
         size = size if layer is None else sum(p.numel() for p in layer.parameters())
-    if size <= FULL_LIMIT:
+    limit = None if memory_budget is None else bytes_of(memory_budget)
+    if size <= FULL_LIMIT and (limit is None or 2 * size**2 * ParamSpace.of(model).dtype.itemsize <= limit):
         return "full", f"full: {size:,} weights, so every covariance fits (up to {FULL_LIMIT:,})"
     if subset == "subnetwork" and ParamSpace.of(model).select(mask=indices).cut():
         return "diag", f"diag: {size:,} weights are chosen, more than the {FULL_LIMIT:,} that a full matrix is kept for"
+    needed = kept_bytes("kron", ParamSpace.of(model), {}) if subset == "all" else None
+    if limit is not None and needed is not None and needed > limit:
+        return "diag", f"diag: the factors of kron take {size_text(needed)}, more than the memory_budget"
+    if size <= FULL_LIMIT:
+        return "kron", f"kron: a full matrix of {size:,} weights takes more than the memory_budget"
     return "kron", f"kron: {size:,} weights, more than the {FULL_LIMIT:,} that a full matrix is kept for"

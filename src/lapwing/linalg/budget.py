@@ -1,8 +1,15 @@
-"""How much memory an intermediate may take, and how work is cut into chunks that fit."""
+"""How much memory an intermediate may take, and how work is cut into chunks that fit.
+
+A budget holds for whatever runs inside `within(budget)`, in this thread alone: rows are multiplied in many places, and
+each asks here (`intermediate_bytes`) instead of being told by everyone who calls it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +21,57 @@ DEFAULT_BUDGET = 2**28
 
 CACHE = 2**22
 """Bytes of an intermediate that is read again at once: small enough to stay in a processor's cache."""
+
+PARTS = 8
+"""Intermediates that a budget for all work is divided among: some exist at a time, and a product needs copies."""
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """`intermediate`: bytes for one intermediate. `total`: bytes for all of them together; None where nobody said."""
+
+    intermediate: int = DEFAULT_BUDGET
+    total: int | None = None
+
+    @staticmethod
+    def of_total(total: int) -> MemoryBudget:
+        """Intermediates are never larger than without a budget: beyond that they would only miss the caches."""
+        return MemoryBudget(max(1, min(DEFAULT_BUDGET, total // PARTS)), total)
+
+    @staticmethod
+    def of_machine(device: torch.device) -> MemoryBudget:
+        """As without a budget, or less where half of the free memory would be."""
+        free = available_memory(device)
+        return MemoryBudget() if free is None else MemoryBudget(MemoryBudget.of_total(free // 2).intermediate)
+
+
+_NOBODY_SAID = MemoryBudget()
+_CURRENT: ContextVar[MemoryBudget] = ContextVar("memory_budget", default=_NOBODY_SAID)
+
+
+def current_budget() -> MemoryBudget:
+    """The budget of the work that is running in this thread."""
+    return _CURRENT.get()
+
+
+def intermediate_bytes() -> int:
+    """What one intermediate may take now."""
+    return _CURRENT.get().intermediate
+
+
+def cache_bytes() -> int:
+    """What an intermediate may take that is read again at once."""
+    return min(CACHE, _CURRENT.get().intermediate)
+
+
+@contextmanager
+def within(budget: MemoryBudget) -> Iterator[None]:
+    """Work inside keeps to the budget."""
+    token = _CURRENT.set(budget)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 def chunks(total: int, bytes_per_item: int, budget: int) -> Iterator[slice]:
@@ -49,13 +107,24 @@ def _number(path: Path, name: str = "") -> int | None:
 
 
 def check_memory(needed: int, what: str, remedy: str, device: torch.device) -> None:
-    """Refuses, before anything is computed, what the device has no room for."""
-    free = available_memory(device)
+    """Refuses, before anything is computed, what the device has no room for, or the memory budget."""
+    free, total = available_memory(device), current_budget().total
+    if total is not None and needed > total and (free is None or total <= free):
+        raise CurvatureError(
+            f"{what}: {size_text(needed)} of memory; expected at most {size_text(total)}, the memory_budget. {remedy}"
+        )
     if free is not None and needed > free:
         raise CurvatureError(
-            f"{what}: {_size(needed)} of memory; expected at most {_size(free)}, what is free. {remedy}"
+            f"{what}: {size_text(needed)} of memory; expected at most {size_text(free)}, what is free. {remedy}"
         )
 
 
-def _size(count: int) -> str:
+def room(device: torch.device) -> int | None:
+    """Bytes that may be taken: what is free, or the memory budget where that is less; None where nobody knows."""
+    known = [bytes_ for bytes_ in (available_memory(device), current_budget().total) if bytes_ is not None]
+    return min(known) if known else None
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in words."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**29 else f"{count / 2**20:,.1f} MiB"

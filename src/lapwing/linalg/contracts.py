@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import chunks, intermediate_bytes
 from lapwing.linalg.checks import check_precisions, eigh
 from lapwing.linalg.rows import Piece, push
 
@@ -245,11 +245,11 @@ class Precision(ABC):
         if n < linear_map.outputs and not linear_map.value.requires_grad:
             each = 2 * self.size * linear_map.value.element_size()
             found = []
-            for part in chunks(n, each, DEFAULT_BUDGET):
+            for part in chunks(n, each, intermediate_bytes()):
                 found += [linear_map.mv(delta).flatten(1) for delta in self.draw(part.stop - part.start, generator)]
             return torch.stack(found)
         deltas = self.draw(n, generator)
-        parts = [push(part.pieces(), deltas, DEFAULT_BUDGET) for part in linear_map.parts()]
+        parts = [push(part.pieces(), deltas, intermediate_bytes()) for part in linear_map.parts()]
         return torch.cat(parts, dim=1)
 
     def inverse_trace(self, groups: Int[Tensor, " params"] | None = None) -> Float[Tensor, " groups"]:

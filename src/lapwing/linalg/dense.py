@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import chunks, intermediate_bytes
 from lapwing.linalg.checks import (
     check_finite,
     check_positive,
@@ -166,7 +166,7 @@ class DensePrecision(Precision):
         if len(pieces) == 1 and self._has_root and (products := pieces[0].times(self.root)) is not None:
             return (rows * self.scale for rows in products)
         count, batch = pieces[0].shape
-        parts = chunks(batch, 2 * 8 * count * self.size, DEFAULT_BUDGET)
+        parts = chunks(batch, 2 * 8 * count * self.size, intermediate_bytes())
         return (self.whiten(assemble(pieces, self.size, points)).transpose(0, 1) for points in parts)
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:

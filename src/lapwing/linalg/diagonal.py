@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.budget import DEFAULT_BUDGET
+from lapwing.linalg.budget import intermediate_bytes
 from lapwing.linalg.checks import check_finite, check_positive, check_precisions, check_prior, check_scale, normal
 from lapwing.linalg.contracts import Curvature, Precision, same_kind
 from lapwing.linalg.rows import Piece, add_grams, add_squares, weighed
@@ -57,7 +57,7 @@ class Diagonal(Curvature):
         check_positive((self.values.min() + precisions.min()).detach(), "curvature + prior")
         count, batch = pieces[0].shape
         total = self.values.new_zeros(len(precisions), batch, count)
-        for points, rows, values in weighed(pieces, self.values, DEFAULT_BUDGET // 4):
+        for points, rows, values in weighed(pieces, self.values, intermediate_bytes() // 4):
             total[:, points] += rows.sweep(values, precisions)
         return total
 

@@ -34,7 +34,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import chunks, current_budget, intermediate_bytes
 from lapwing.linalg.checks import check_finite, check_precisions, check_prior, check_scale, eigh_psd, normal
 from lapwing.linalg.contracts import Curvature, Multiple, Precision, same_kind
 from lapwing.linalg.dense import CholeskyPrecision, DensePrecision, EigenPrecision
@@ -111,7 +111,8 @@ class Dual(Curvature):
     @cached_property
     def block_grams(self) -> Float[Tensor, "blocks m m"] | None:
         """The same by block, if they are not too large to keep."""
-        if self.sharing * len(self.rows.blocks) * self.entries * 8 > KEPT:
+        total = current_budget().total
+        if self.sharing * len(self.rows.blocks) * self.entries * 8 > (KEPT if total is None else min(KEPT, total // 2)):
             return None
         return torch.stack([self._between(gram) for gram in self.rows.block_grams(self.rows.stacks)])
 
@@ -317,7 +318,7 @@ class DualPrecision(Precision):
     def crossed(self, pieces: Sequence[Piece]) -> Iterator[tuple[list[Piece], Float[Tensor, "n r m"]]]:
         """Other rows in float64, a few data points at a time, and their products R' D^-1 R^T with these rows."""
         count, batch = pieces[0].shape
-        for points in chunks(batch, 4 * 8 * count * self.rows.count, DEFAULT_BUDGET):
+        for points in chunks(batch, 4 * 8 * count * self.rows.count, intermediate_bytes()):
             own = [piece.of_points(points) for piece in pieces]
             yield own, (self._cross(own).mT * self.roots).unflatten(0, (-1, count))
 

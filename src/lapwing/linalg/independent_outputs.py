@@ -35,7 +35,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.budget import DEFAULT_BUDGET
+from lapwing.linalg.budget import intermediate_bytes
 from lapwing.linalg.checks import check_scale
 from lapwing.linalg.contracts import Curvature, LinearMap, Multiple, Precision, same_kind
 from lapwing.linalg.dual import Dual, DualPrecision
@@ -168,7 +168,9 @@ class IndependentPrecision(Precision):
         for number, precision in enumerate(self.outputs):
             deltas = precision.draw(n, generator)
             # the rows are pulled back again for every output: kept, they might not fit the memory, nor would all draws
-            parts = [push(of_output(part.pieces(), number), deltas, DEFAULT_BUDGET) for part in linear_map.parts()]
+            parts = [
+                push(of_output(part.pieces(), number), deltas, intermediate_bytes()) for part in linear_map.parts()
+            ]
             found.append(torch.cat(parts, dim=1))
         return torch.cat(found, dim=-1)
 

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import chunks, intermediate_bytes
 from lapwing.linalg.layout import Segment, Segments, merge_segments
 from lapwing.linalg.row_products import Stack, add_gram, block_cross, block_traced
 from lapwing.linalg.rows import DenseRows, Piece, Places, push
@@ -109,7 +109,7 @@ class RowSet:
         return Adjoint.apply(u, self._pull, self._push)  # pyright: ignore[reportReturnType]
 
     def _push(self, v: Tensor) -> Tensor:
-        found = [push(pieces, v, DEFAULT_BUDGET).flatten(1) for _, pieces in self._chunks()]
+        found = [push(pieces, v, intermediate_bytes()).flatten(1) for _, pieces in self._chunks()]
         return torch.cat(found, dim=1)
 
     def _pull(self, u: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class RowSet:
         for rows, pieces in self._chunks():
             count, batch = pieces[0].shape
             each = max(piece.double_bytes for piece in pieces)
-            for part in chunks(len(u), 2 * each, DEFAULT_BUDGET):
+            for part in chunks(len(u), 2 * each, intermediate_bytes()):
                 weights = u[part, rows].unflatten(1, (batch, count))
                 for piece in pieces:
                     piece.pull(weights, out[part])
@@ -128,7 +128,7 @@ class RowSet:
         at = 0
         for (count, batch), part in zip(self.shapes, self.parts, strict=True):
             each = 2 * sum(piece.double_bytes for piece in part) // max(1, batch)
-            for points in chunks(batch, each, DEFAULT_BUDGET):
+            for points in chunks(batch, each, intermediate_bytes()):
                 start, at = at, at + count * (points.stop - points.start)
                 yield slice(start, at), [piece.of_points(points) for piece in part]
 
@@ -137,7 +137,7 @@ class RowSet:
     def block_grams(self, other: Sequence[Stack]) -> Iterator[Float[Tensor, "m other"]]:
         """R_b R'_b^T, block by block."""
         for ours, theirs in zip(self.stacks, other, strict=True):
-            yield block_cross(ours, theirs, None, DEFAULT_BUDGET)
+            yield block_cross(ours, theirs, None, intermediate_bytes())
 
     @property
     def spelled_out(self) -> bool:
@@ -153,8 +153,8 @@ class RowSet:
         assert isinstance(first, DenseRows)
         rows = first.values.transpose(0, 1).flatten(0, 1)
         found = [
-            push(pieces, rows[part].double() * weight, DEFAULT_BUDGET).flatten(1)
-            for part in chunks(len(rows), 3 * 8 * self.size, DEFAULT_BUDGET)
+            push(pieces, rows[part].double() * weight, intermediate_bytes()).flatten(1)
+            for part in chunks(len(rows), 3 * 8 * self.size, intermediate_bytes())
         ]
         return torch.cat(found)
 
@@ -162,7 +162,7 @@ class RowSet:
         """R R^T in the entries of some blocks, by their numbers, with products in `dtype`."""
         total = torch.zeros(self.count, self.count, dtype=dtype, device=self.device)
         for number in blocks:
-            add_gram(total, self.stacks[number], DEFAULT_BUDGET)
+            add_gram(total, self.stacks[number], intermediate_bytes())
         return total.tril_() + total.tril(-1).mT
 
     def weighted(self, other: Sequence[Stack], weight: Float[Tensor, " params"]) -> Float[Tensor, "m other"]:
@@ -178,20 +178,20 @@ class RowSet:
     def _weighted(self, other: Sequence[Stack], weight: Tensor) -> Tensor:
         total = weight.new_zeros(self.count, sum(count * batch for count, batch in other[0].shapes))
         for (start, stop), ours, theirs in zip(self.blocks, self.stacks, other, strict=True):
-            total += block_cross(ours, theirs, weight[start:stop], DEFAULT_BUDGET)
+            total += block_cross(ours, theirs, weight[start:stop], intermediate_bytes())
         return total
 
     def _traced(self, other: Sequence[Stack], core: Tensor) -> Tensor:
         out = core.new_zeros(self.size)
         for (start, stop), ours, theirs in zip(self.blocks, self.stacks, other, strict=True):
-            out[start:stop] = block_traced(ours, theirs, core, DEFAULT_BUDGET)
+            out[start:stop] = block_traced(ours, theirs, core, intermediate_bytes())
         return out
 
     def squares(self, weight: Float[Tensor, " m"]) -> Float[Tensor, " params"]:
         """diag(R^T diag(weight) R), O(M P)."""
         out = weight.new_zeros(self.size)
         for (start, stop), stack in zip(self.blocks, self.stacks, strict=True):
-            out[start:stop] = block_traced(stack, stack, weight, DEFAULT_BUDGET)
+            out[start:stop] = block_traced(stack, stack, weight, intermediate_bytes())
         return out
 
 

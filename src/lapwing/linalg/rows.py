@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lapwing.linalg.budget import CACHE, DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import CACHE, cache_bytes, chunks, intermediate_bytes
 from lapwing.linalg.layout import Cut, MatrixLayout, Segment, Segments, merge_segments
 
 
@@ -441,7 +441,7 @@ class OuterRows(MatrixRows):
     def _times(self, left: Float[Tensor, "r groups rows"], matrix: Tensor) -> Iterator[Float[Tensor, "n r other"]]:
         apart = self.layout.gather(matrix.mT)  # [other, k, o, i]
         each = 2 * apart[..., 0].numel() * (1 + len(left) // left[0].numel()) * matrix.element_size()
-        for points in chunks(len(self.right), each, DEFAULT_BUDGET):
+        for points in chunks(len(self.right), each, intermediate_bytes()):
             met = torch.einsum("n k i, p k o i -> n p k o", self.right[points, 0], apart)
             yield torch.einsum("r k o, n p k o -> n r p", left, met)
 
@@ -450,7 +450,7 @@ class OuterRows(MatrixRows):
         if self.shared == 1:
             yield slice(0, count), OuterRows(self.layout, once(self.left), self.right)
             return
-        for points in chunks(count, contract_bytes(self.left, self.right.shape[-1]), budget or CACHE):
+        for points in chunks(count, contract_bytes(self.left, self.right.shape[-1]), budget or cache_bytes()):
             rows = contract(self.left[:, points], self.right[points]).flatten(2)
             yield points, DenseRows(0, rows.transpose(0, 1))
 
@@ -478,7 +478,7 @@ class OuterRows(MatrixRows):
         found = []
         left, right = self.left.square().flatten(2), self.right[:, 0].square()
         each = (values.numel() + len(right) * values[..., 0].numel()) * values.element_size()
-        for part in chunks(len(precisions), each, CACHE):
+        for part in chunks(len(precisions), each, cache_bytes()):
             weight = (values + precisions[part, None, None, None]).reciprocal()
             inner = torch.einsum("n k i, p k o i -> n p k o", right, weight).flatten(2)
             found.append(inner @ (left[:, 0].mT if left.shape[1] == 1 else left.permute(1, 2, 0)))
@@ -680,7 +680,7 @@ class DenseRows(Piece):
         squared, values = self._by_data_point.square(), values.flatten()
         found = [
             squared @ (values.unsqueeze(1) + precisions[part]).reciprocal()
-            for part in chunks(len(precisions), 2 * values.numel() * values.element_size(), DEFAULT_BUDGET)
+            for part in chunks(len(precisions), 2 * values.numel() * values.element_size(), intermediate_bytes())
         ]
         return torch.cat(found, dim=-1).movedim(-1, 0)
 
@@ -819,7 +819,7 @@ def weighed(pieces: Sequence[Piece], weight: Float[Tensor, " size"], budget: int
             continue
         count, batch = group[0].shape
         moved = [piece.moved(segments) for piece in group]
-        for points in chunks(batch, 3 * 8 * count * segments.size, DEFAULT_BUDGET):
+        for points in chunks(batch, 3 * 8 * count * segments.size, intermediate_bytes()):
             yield points, DenseRows(0, assemble(moved, segments.size, points)), segments.gather(weight)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import ModelError
 from lapwing.laplace import predictions
+from lapwing.laplace.budgets import budgeted
 from lapwing.laplace.data import peek
 from lapwing.laplace.hyper import Number
 from lapwing.laplace.structures import AnyTangent
@@ -32,6 +33,7 @@ class LLLaplace(ParametricLaplace):
     comes from features [B, T, D] to outputs [B, C]: "pick_first", "pick_last" or "average" over the positions.
     """
 
+    subset: ClassVar[str] = "last_layer"
     stored: ClassVar[tuple[str, ...]] = ("last_layer_name", "feature_reduction")
 
     def __init__(
@@ -111,6 +113,7 @@ class LLLaplace(ParametricLaplace):
         return pairs, tangent
 
     @outside_autocast
+    @budgeted
     def functional_variance_fast(self, X: Any) -> tuple[Tensor, Tensor]:
         """Outputs and the variance of each of them, [B, *out] both, without the covariances between outputs."""
         posterior = self.posterior

@@ -35,6 +35,7 @@ class SubnetLaplace(ParametricLaplace):
     `mean` and `sample` speak of the whole flat vector, as users expect; curvature and precision of the sub-network.
     """
 
+    subset: ClassVar[str] = "subnetwork"
     stored: ClassVar[tuple[str, ...]] = ("subnetwork_indices",)
 
     def __init__(

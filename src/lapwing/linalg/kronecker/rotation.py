@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.budget import CACHE, DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import cache_bytes, chunks, intermediate_bytes
 from lapwing.linalg.layout import MatrixLayout
 from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece, assemble, contract_bytes, contract_folded, once
 
@@ -76,7 +76,7 @@ def swept(
     """Squares of rows under 1 / (values + precision), for each precision; `outer` is a faster way without sharing."""
     count, batch = pieces[0].shape
     total = parts[0].values.new_zeros(len(precisions), batch, count)
-    for points, rows, part in rotated(layout, parts, pieces, DEFAULT_BUDGET // 4):
+    for points, rows, part in rotated(layout, parts, pieces, intermediate_bytes() // 4):
         if outer is not None and isinstance(rows, OuterRows):
             total[:, points] += outer(rows, part)
         else:
@@ -90,7 +90,7 @@ def rotated(
     """(data points, their rows in the eigenbasis, the part of the matrix they belong to); the sum is over all."""
     only = pieces[0] if len(pieces) == 1 else None
     if isinstance(only, OuterRows) and (only.layout is layout or only.layout == layout):
-        return _outer(parts, only) if only.shared == 1 else _shared(layout, parts, only, budget or CACHE)
+        return _outer(parts, only) if only.shared == 1 else _shared(layout, parts, only, budget or cache_bytes())
     if isinstance(only, LookupRows) and only.layout == layout and len(parts) == 1 and parts[0].row_vectors is None:
         return _table(parts[0], only)
     return _formed(layout, parts, pieces)
@@ -135,7 +135,7 @@ def _formed(
 ) -> Iterator[tuple[slice, Piece, EigenPart]]:
     count, batch = pieces[0].shape
     size = layout.groups * layout.rows * layout.width
-    for points in chunks(batch, 4 * 8 * count * size, DEFAULT_BUDGET):
+    for points in chunks(batch, 4 * 8 * count * size, intermediate_bytes()):
         matrix = layout.gather(assemble(pieces, size, points))
         for part in parts:
             yield points, DenseRows(0, part.rotate(matrix[..., part.part]).flatten(2)), part

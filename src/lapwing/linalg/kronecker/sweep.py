@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import chunks, intermediate_bytes
 from lapwing.linalg.rows import OuterRows
 
 ORDER, STEP = 12, 1 / 3
@@ -97,7 +97,7 @@ def node_sweep(
     padded = torch.nn.functional.pad(a, (last, last))
     g = g.flip(-1)
     mass = []
-    for points in chunks(len(a), a.shape[1] * row_nodes.count * pairs * a.element_size(), DEFAULT_BUDGET):
+    for points in chunks(len(a), a.shape[1] * row_nodes.count * pairs * a.element_size(), intermediate_bytes()):
         own = g if len(g) == 1 else g[points]
         mass.append((own @ padded[points].unfold(-1, pairs, 1)).sum(1))  # [n, r, pairs]
     at = row_nodes.start + col_nodes.start + STEP * torch.arange(pairs, dtype=torch.float64, device=a.device)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.errors import UnsupportedOperationError
-from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import chunks, intermediate_bytes
 from lapwing.tangent.operations import RECURRENT, WRITING, flat, traits
 from lapwing.tangent.quiet import quiet
 from lapwing.tangent.rules import ELEMENTWISE, methods
@@ -84,7 +84,7 @@ def spelled_out(node: Node, given: Sequence[Tensor | None]) -> Squares:
         if m is None:
             continue
         each = 2 * m.element_size() * (m.numel() + sum(source.shape.numel() for source in node.sources))
-        for part in chunks(m.numel(), each, DEFAULT_BUDGET // 4):
+        for part in chunks(m.numel(), each, intermediate_bytes() // 4):
             index = torch.arange(part.start, part.stop, device=m.device)
             units = m.new_zeros(len(index), m.numel())
             units[index - part.start, index] = 1
