@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import pytest
 import torch
 from torch import Tensor
 
 from lapwing.errors import CurvatureError
-from lapwing.linalg import Dense, dense
+from lapwing.linalg import Dense, checks, dense
 from lapwing.linalg.dense import CholeskyPrecision, EigenPrecision
 from lapwing.linalg.rows import DenseRows
+from memory import Peak
 
 P = 11
 
@@ -74,6 +77,46 @@ def test_derivatives_sweeps_and_many_priors_take_eigenvectors(monkeypatch: pytes
     torch.testing.assert_close(slopes, -(inverse @ inverse).diagonal(), rtol=1e-9, atol=0)
 
 
+def test_a_factor_in_use_serves_the_same_prior_and_is_not_kept_for_it() -> None:
+    curvature = Dense(matrix())
+    first = curvature.with_prior(0.3)
+    assert curvature.with_prior(0.3) is first
+    assert curvature.with_prior(torch.tensor(0.3, dtype=torch.float64)) is first
+    assert curvature.with_prior(0.4) is not first
+    each = torch.full((P,), 0.3, dtype=torch.float64)
+    other = curvature.with_prior(each)
+    assert other is not first
+    kept, logdet = ref(other), other.logdet()
+    del other
+    assert kept() is None
+    torch.testing.assert_close(curvature.with_prior(0.3).logdet(), logdet, rtol=1e-12, atol=0)
+
+
+def test_a_precision_takes_one_more_matrix_and_its_uses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 600
+    monkeypatch.setattr(dense, "LARGE", 64)
+    monkeypatch.setattr(dense, "PANEL", 16)
+    monkeypatch.setattr(checks, "PART", 4096)
+    rows = normal(20, size)
+    curvature, v = Dense(rows.mT @ rows), normal(2, size)
+    one = 8 * size**2
+    with Peak() as made:
+        precision = curvature.with_prior(0.3)
+    assert one <= made.bytes < 1.2 * one
+    uses = {
+        "solve": lambda: precision.solve(v),
+        "draw": lambda: precision.draw(2),
+        "logdet": precision.logdet,
+        "variance": precision.variance,
+        "again": lambda: curvature.with_prior(0.3).logdet(),
+        "rows": lambda: precision.quadratic([DenseRows(0, v.unsqueeze(1))]),
+    }
+    for name, use in uses.items():
+        with Peak() as made:
+            use()
+        assert made.bytes < 0.2 * one, name
+
+
 def test_rounding_below_zero_is_clamped_as_in_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum in float32 whose zeros came out a little below: no Cholesky factor, and nothing wrong with the data."""
     values = torch.tensor([1e6, 10.0, *[-0.05] * (P - 2)])
@@ -82,9 +125,14 @@ def test_rounding_below_zero_is_clamped_as_in_small_ones(monkeypatch: pytest.Mon
     precision = rounded.with_prior(0.01)
     assert isinstance(precision, EigenPrecision)
     assert float(precision.values.min()) == pytest.approx(0.01)
+    each = torch.linspace(0.01, 0.02, P)
+    several = rounded.with_prior(each)
+    clamped = (vectors.double() * values.double().clamp_min(0)) @ vectors.mT.double() + each.double().diag()
+    assert float(several.logdet()) == pytest.approx(float(clamped.logdet()), rel=1e-2)
     monkeypatch.setattr(dense, "MOST", P - 1)
-    with pytest.raises(CurvatureError, match="larger prior precision"):
-        Dense(rounded.matrix).with_prior(0.01)
+    for prior in (0.01, each):
+        with pytest.raises(CurvatureError, match="larger prior precision"):
+            Dense(rounded.matrix).with_prior(prior)
 
 
 def test_a_prior_of_zero_and_negative_curvature_are_refused() -> None:

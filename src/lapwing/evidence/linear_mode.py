@@ -27,6 +27,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.directions import descend
+from lapwing.errors import CurvatureError
+from lapwing.evidence.exact_evidence import ExactEvidence
 from lapwing.evidence.function_space import FunctionSpace
 from lapwing.evidence.linearised_data import SIZES, LinearisedData, Point
 from lapwing.evidence.marginal import Evidence, GaussianFit, lowest_noise
@@ -72,6 +74,8 @@ class LinearMode:
     rounds: int
     products: int
     passes: int
+    exact_log_marginal: Float[Tensor, ""] | None = None
+    """log Z at theta* by the exact curvature of all data, where that was asked for."""
 
     @property
     def weights(self) -> Float[Tensor, " params"]:
@@ -85,15 +89,16 @@ class LinearMode:
 
     @property
     def log_marginal(self) -> Float[Tensor, ""]:
-        """log Z at theta*."""
+        """log Z at theta*, by the posterior's own structure."""
         return self.evidence.log_marginal(self.prior, self.sigma, self.temperature)
 
     def __repr__(self) -> str:
         """What was found, in one line."""
+        exact = "" if (value := self.exact_log_marginal) is None else f", {float(value):.6g} by the exact curvature"
         return (
             f"LinearMode: {'found' if self.converged else 'not found'} in {self.passes} passes over the data; gradient "
             f"{self.before:.3g} before, {self.after:.3g} after, {self.relative:.1e} relative; log evidence "
-            f"{float(self.log_marginal):.6g}"
+            f"{float(self.log_marginal):.6g}{exact}"
         )
 
 
@@ -105,6 +110,8 @@ class EvidenceAtMode:
     curvature that theta* is solved with, the same or one nearer to the truth; with `exact` it is sum J^T J. With
     `functions` theta* is found among the outputs, whatever the solver. It is searched from where it was last, `point`.
     It is an optimum, so that the derivative of log Z in the prior and in the noise is the one at fixed theta*.
+
+    With `exactly`, log-determinant and traces are those of the exact curvature, by `functions` or by the solver's.
     """
 
     trained: Evidence
@@ -116,6 +123,7 @@ class EvidenceAtMode:
     """At the trained weights."""
     point: Point
     functions: FunctionSpace | None = None
+    exactly: bool = False
     rounds: int = 0
     products: int = 0
     _asked: Tensor | None = field(default=None, repr=False)
@@ -130,6 +138,7 @@ class EvidenceAtMode:
         solver: Curvature | None = None,
         exact: bool = False,
         outputs: int | None = None,
+        exactly: bool = False,
         tolerance: float | None = None,
     ) -> EvidenceAtMode:
         """One pass over the data, which must be the `points` that `trained` has seen.
@@ -137,15 +146,21 @@ class EvidenceAtMode:
         `outputs` is how many they have in all, where theta* is to be found among them: one more pass, if they fit the
         memory. `solver` is a curvature of second derivatives to solve with, that of `trained` if None. `exact` says
         that it is the sum of J^T H J at the trained weights, which for Gaussian noise is that at all weights.
+        `exactly`: the evidence has the log-determinant of that sum, not of the curvature of `trained`.
         """
         start = data.at(torch.zeros_like(trained.mean, dtype=torch.float64))
         data.check(start, trained, points)
         if tolerance is None:
             tolerance = 1e-8 if trained.mean.dtype == torch.float64 else 1e-3
         with_solver = trained if solver is None else replace(trained, curvature=solver, noise_power=2)
-        exact = exact and data.likelihood.adds_noise and with_solver.noise_power == 2
         functions = None if outputs is None else FunctionSpace.of(data, outputs)
-        return EvidenceAtMode(trained, with_solver, data, exact, tolerance, start, start, functions)
+        if exactly and functions is None and not exact:
+            raise CurvatureError(
+                "the evidence is to have the exact curvature, and there are neither kernels of the outputs nor an "
+                "exact curvature to solve with; expected one of them. Give outputs=, or solver= and exact=True."
+            )
+        exact = exact and data.likelihood.adds_noise and with_solver.noise_power == 2
+        return EvidenceAtMode(trained, with_solver, data, exact, tolerance, start, start, functions, exactly)
 
     @property
     def has_noise(self) -> bool:
@@ -153,7 +168,7 @@ class EvidenceAtMode:
 
     @property
     def noise_power(self) -> int:
-        return self.trained.noise_power
+        return 2 if self.exactly else self.trained.noise_power
 
     @property
     def targets(self) -> int:
@@ -163,6 +178,15 @@ class EvidenceAtMode:
     def accuracy(self) -> float:
         """To which theta* is known, relatively."""
         return 100 * torch.finfo(self.trained.mean.dtype).eps if self.exact else self.tolerance
+
+    @property
+    def least(self) -> float:
+        """gamma below which a search raises a precision no further."""
+        return self._taken().least
+
+    def rounding(self, prior: Prior) -> Float[Tensor, " groups"]:
+        """Of gamma."""
+        return self._taken().rounding(prior)
 
     def noise_range(self) -> tuple[float, float]:
         """Within which sigma is searched: residuals at theta* may be far below those of the trained network.
@@ -176,7 +200,9 @@ class EvidenceAtMode:
         return max(lowest_noise(fit.squares.dtype), least / 2, eps**0.5 * rms), max(1.0, 1e6 * rms)
 
     @torch.no_grad()
-    def settled(self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Evidence:
+    def settled(
+        self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0
+    ) -> Evidence | ExactEvidence:
         """The evidence at the theta* of this prior, noise level and temperature.
 
         As good as a search needs it: where these have changed much since the last call, theta* is found less exactly.
@@ -192,7 +218,7 @@ class EvidenceAtMode:
             self._search(loss, tolerance, closed=self.exact)
         else:
             self._among_outputs(self.functions, loss, tolerance)
-        return self._evidence()
+        return self._taken()
 
     @torch.no_grad()
     def mode(self, prior: Prior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> LinearMode:
@@ -222,7 +248,16 @@ class EvidenceAtMode:
             rounds=self.rounds,
             products=self.products,
             passes=self.data.passes,
+            exact_log_marginal=self._taken().log_marginal(loss.prior, sigma, temperature) if self.exactly else None,
         )
+
+    def _taken(self) -> Evidence | ExactEvidence:
+        """The evidence with the curvature that it is to have."""
+        if not self.exactly:
+            return self._evidence()
+        if self.functions is not None:
+            return ExactEvidence(self._evidence(), self.functions)
+        return replace(self._evidence(), curvature=self.solver.curvature, noise_power=2)
 
     def _evidence(self) -> Evidence:
         return replace(

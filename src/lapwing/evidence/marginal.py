@@ -91,6 +91,11 @@ class Evidence:
         """To which the weights are known, relatively: they are given."""
         return 0.0
 
+    @property
+    def least(self) -> float:
+        """gamma below which a search raises a precision no further: none but zero, as a round is cheap."""
+        return 0.0
+
     def noise_range(self) -> tuple[float, float]:
         """Within which sigma is searched."""
         return self.fit.noise_range() if isinstance(self.fit, GaussianFit) else (1.0, 1.0)
@@ -107,9 +112,9 @@ class Evidence:
 
     def precision(self, prior: AnyPrior, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Precision:
         """The posterior precision."""
-        return prior.added_to(scaled(self.curvature, self._scale(sigma, temperature)))
+        return prior.added_to(scaled(self.curvature, self.scale(sigma, temperature)))
 
-    def _scale(self, sigma: float | Tensor, temperature: float | Tensor) -> Float[Tensor, ""] | int:
+    def scale(self, sigma: float | Tensor, temperature: float | Tensor) -> Float[Tensor, ""] | int:
         """What multiplies the curvature; a plain 1 where nothing does."""
         scale = 1 / (self._noise(sigma) ** self.noise_power * self._positive(temperature, "temperature"))
         return 1 if not scale.requires_grad and float(scale) == 1 else scale
@@ -119,15 +124,20 @@ class Evidence:
     ) -> Float[Tensor, ""]:
         """log Z of the Laplace approximation; a temperature divides the log-likelihood as it does the curvature."""
         sigma = self._noise(sigma)
-        fit = self.fit.log_likelihood(sigma) if isinstance(self.fit, GaussianFit) else self.fit
         if isinstance(prior, Gaussian):
             logdet = self.precision(prior, sigma, temperature).logdet()
             ratio = (prior.logdet() - prior.scatter(self.mean) - logdet) / 2
         else:
             by_group = self._by_group(prior)
-            logdet = by_group.logdet(prior.precisions, self._scale(sigma, temperature))
+            logdet = by_group.logdet(prior.precisions, self.scale(sigma, temperature))
             ratio = (prior.logdet(by_group.entries) - (by_group.squares * prior.precisions).sum() - logdet) / 2
-        return fit / self._positive(temperature, "temperature") + ratio
+        return self.log_likelihood(sigma, temperature) + ratio
+
+    def log_likelihood(self, sigma: float | Tensor = 1.0, temperature: float | Tensor = 1.0) -> Float[Tensor, ""]:
+        """log p(y | theta) / T."""
+        sigma = self._noise(sigma)
+        fit = self.fit.log_likelihood(sigma) if isinstance(self.fit, GaussianFit) else self.fit
+        return fit / self._positive(temperature, "temperature")
 
     def _by_group(self, prior: Prior) -> _ByGroup:
         """Of the groups and the mean of a prior, whatever its precisions; those that were asked for last are kept."""
@@ -155,6 +165,11 @@ class Evidence:
         base = prior.base if isinstance(prior, Gaussian) else prior
         trace = self.precision(prior, sigma, temperature).inverse_trace(base.groups)
         return base.entries() - base.precisions * trace
+
+    def rounding(self, prior: AnyPrior) -> Float[Tensor, " groups"]:
+        """Of gamma, which is the difference of two numbers of as many as a group has parameters."""
+        base = prior.base if isinstance(prior, Gaussian) else prior
+        return 8 * torch.finfo(self.mean.dtype).eps * base.entries()
 
     def sampled_effective_parameters(
         self,

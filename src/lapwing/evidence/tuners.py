@@ -11,8 +11,11 @@ With an `Evidence` theta stays where it is, and there is no data pass. With an `
 theta* of every prior that is tried, and the search ends at a joint fixed point (theta*, prior, sigma): log Z has no
 derivative by way of theta*, which is an optimum, so that both searches are the same with theta* in the place of theta.
 
-Precisions stay within LOWEST and HIGHEST, sigma within `GaussianFit.noise_range()`: noise-free targets end at the
-lower end of it.
+The evidence may prefer a network without some of its groups: their precisions grow without end. Precisions stay
+within LOWEST and HIGHEST; with an `EvidenceAtMode` that has exact traces, of which a round is dear, `em` raises none of
+which the data determine less than a thousandth of a parameter: log Z can gain about half of that from there on.
+`Tuned.pruned` says which groups they were. sigma stays within `GaussianFit.noise_range()`: noise-free targets end at
+the lower end of it.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from math import log
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError, LapwingWarning
+from lapwing.evidence.exact_evidence import ExactEvidence
 from lapwing.evidence.linear_mode import EvidenceAtMode, LinearMode
 from lapwing.evidence.marginal import Evidence, GaussianFit
 from lapwing.priors import Prior
@@ -47,7 +51,8 @@ class Tuned:
     """The prior and noise level found, the evidence there, and whether the search had come to rest.
 
     `error` is the relative standard error of every group's gamma, where they came from draws; `mode` the linear mode
-    that goes with them, where the evidence was that at the linear mode.
+    that goes with them, where the evidence was that at the linear mode. `pruned` says of which groups the data
+    determine nothing: their precisions were held where they were, or are at the highest.
     """
 
     prior: Prior
@@ -57,11 +62,17 @@ class Tuned:
     rounds: int
     error: Float[Tensor, " groups"] | None = None
     mode: LinearMode | None = None
+    pruned: Bool[Tensor, " groups"] | None = None
 
 
-AnyEvidence = Evidence | EvidenceAtMode
-Gamma = Callable[[Evidence, Prior, Tensor, float | Tensor], Tensor]
+AnyEvidence = Evidence | ExactEvidence | EvidenceAtMode
+Gamma = Callable[[Evidence | ExactEvidence, Prior, Tensor, float | Tensor], Tensor]
 """gamma [groups] at an evidence, prior, noise level and temperature."""
+
+
+def by_traces(evidence: Evidence | ExactEvidence, prior: Prior, sigma: Tensor, temperature: float | Tensor) -> Tensor:
+    """gamma from the traces of the evidence's own curvature."""
+    return evidence.effective_parameters(prior, sigma, temperature)
 
 
 def gradient(
@@ -135,7 +146,9 @@ def gradient(
             apart = torch.linspace(0, NEAR, len(start), dtype=free.dtype, device=free.device)
             with torch.no_grad():
                 free[: len(start)] -= torch.where(at[: len(start)] > 0, apart, -apart)
-    return _checked(Tuned(_detached(trial), level.detach(), value, converged, taken), "gradient")
+    found = _detached(trial)
+    pruned = found.precisions >= HIGHEST * (1 - NEAR)
+    return _checked(Tuned(found, level.detach(), value, converged, taken, pruned=pruned), "gradient")
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,8 @@ class Limits:
     """The largest factor by which one update may change a precision or sigma."""
     spared: int | None = None
     """One target in this many is always left to estimate the noise from; None makes it an error if none is left."""
+    least: float = 0.0
+    """The gamma below which no precision is raised, nor far beyond which in one step."""
 
 
 @torch.no_grad()
@@ -160,7 +175,7 @@ def updates(
     *,
     fixed_noise: bool = False,
     limits: Limits | None = None,
-    effective: Gamma = Evidence.effective_parameters,
+    effective: Gamma = by_traces,
 ) -> Iterator[tuple[Prior, Float[Tensor, ""], Float[Tensor, " groups"]]]:
     """MacKay's updates without end: (prior, sigma) after each, and the gamma [groups] they were computed from.
 
@@ -176,8 +191,9 @@ def updates(
         gamma = effective(here, prior, level, temperature).clamp_min(0)
         wanted = gamma / squares.clamp_min(torch.finfo(squares.dtype).tiny)
         # of a group at its mean, with a gamma of nothing but rounding, the data know nothing: any precision will do
-        rounding = 8 * torch.finfo(gamma.dtype).eps * prior.entries()
+        rounding = here.rounding(prior)
         wanted = wanted.where((gamma > rounding) | (squares * prior.precisions > rounding), prior.precisions)
+        wanted = torch.minimum(wanted, prior.precisions * _raise(gamma, limits.least))
         precisions = _limited(wanted, prior.precisions, limits.factor, limits.precisions)
         if isinstance(fit := here.fit, GaussianFit) and not fixed_noise:
             # at temperature T the evidence counts every target as 1 / T of one
@@ -217,9 +233,12 @@ def em(
         if samples is None
         else SampledTraces(samples, torch.initial_seed() if generator is None else generator.initial_seed())
     )
-    effective = Evidence.effective_parameters if sampled is None else sampled
-    spared = SPARED
-    options: dict[str, Any] = {"fixed_noise": fixed_noise, "effective": effective, "limits": Limits(spared=spared)}
+    if sampled is not None and (isinstance(evidence, ExactEvidence) or getattr(evidence, "exactly", False)):
+        raise CurvatureError("samples were given for an evidence with exact traces; expected None. Leave them out.")
+    effective = by_traces if sampled is None else sampled
+    spared, gamma = SPARED, before.entries()
+    options: dict[str, Any] = {"fixed_noise": fixed_noise, "effective": effective}
+    options["limits"] = Limits(spared=spared, least=evidence.least)
     steps = updates(evidence, before, level, temperature, **options)
     tolerance = max(tolerance, evidence.accuracy)
     earlier = torch.zeros_like(torch.cat([before.precisions, level.reshape(1)]))
@@ -230,7 +249,8 @@ def em(
             change = torch.cat([after.precisions / before.precisions, (fresh / level).reshape(1)]).log()
             moved = change[:-1].abs()
             # gamma is the difference of two numbers up to P, and its rounding moves the precisions for ever
-            blur = 8 * torch.finfo(gamma.dtype).eps * (before.entries() / gamma).nan_to_num(1).clamp(1, 1e4)
+            eps = 8 * torch.finfo(gamma.dtype).eps
+            blur = (evidence.rounding(before) / gamma).nan_to_num(eps).clamp(eps, 1e4 * eps)
             within = blur.clamp_min(tolerance)
             converged = bool((moved < within).all()) and bool(change[-1].abs() < within.max())
             before, level = after, fresh
@@ -242,17 +262,19 @@ def em(
                     raise _nothing_left(gamma, evidence.targets)
                 # at rest only because so many targets were left: the noise is smaller
                 spared *= 10
-                options["limits"], converged = Limits(spared=spared), False
+                options["limits"], converged = Limits(spared=spared, least=evidence.least), False
                 steps = updates(evidence, before, level, temperature, **options)
             if taken % JUMP == 0 and taken < rounds:
                 factor = _extrapolated(change, earlier)
+                factor[:-1] = torch.minimum(factor[:-1], _raise(gamma, evidence.least))
                 before = before.with_precisions((before.precisions * factor[:-1]).clamp(LOWEST, HIGHEST))
                 level = (level * factor[-1]).clamp(*evidence.noise_range()) if not fixed_noise else level
                 steps = updates(evidence, before, level, temperature, **options)
             earlier = change
         value = evidence.settled(before, level, temperature).log_marginal(before, level, temperature)
     error = None if sampled is None else sampled.error
-    return _checked(Tuned(before, level, value, converged, taken, error), "em")
+    pruned = (gamma < evidence.least) | (before.precisions >= HIGHEST * (1 - NEAR))
+    return _checked(Tuned(before, level, value, converged, taken, error, pruned=pruned), "em")
 
 
 mackay = em
@@ -267,7 +289,10 @@ class SampledTraces:
     seed: int
     error: Tensor | None = None
 
-    def __call__(self, evidence: Evidence, prior: Prior, sigma: Tensor, temperature: float | Tensor) -> Tensor:
+    def __call__(
+        self, evidence: Evidence | ExactEvidence, prior: Prior, sigma: Tensor, temperature: float | Tensor
+    ) -> Tensor:
+        assert isinstance(evidence, Evidence)
         numbers = torch.Generator(device=evidence.mean.device).manual_seed(self.seed)
         gamma, error = evidence.sampled_effective_parameters(
             prior, sigma, temperature, samples=self.samples, generator=numbers
@@ -299,6 +324,13 @@ def share_left(gamma: Float[Tensor, " groups"], targets: int) -> Float[Tensor, "
     part in the mean.
     """
     return (1 - gamma[:-1].clamp_min(0).sum() / targets).clamp_min(0.1)
+
+
+def _raise(gamma: Tensor, least: float) -> Tensor:
+    """The factor by which precisions may be raised: gamma falls as its reciprocal at most, to half of `least`."""
+    if least == 0:
+        return torch.full_like(gamma, float("inf"))
+    return torch.where(gamma < least, 1.0, 2 * gamma / least)
 
 
 def _limited(value: Tensor, before: Tensor, factor: float | None, bounds: tuple[float, float]) -> Tensor:

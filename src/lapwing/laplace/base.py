@@ -604,13 +604,16 @@ class BaseLaplace:
         solver: str = "auto",
         tolerance: float | None = None,
         max_passes: int = linear_modes.PASSES,
+        curvature: str = "structure",
     ) -> EvidenceAtMode:
         """The evidence at the linear mode as a function of prior, noise and temperature, for searches of one's own.
 
-        Options are those of `linear_mode`. What one search computes from the data serves the next.
+        Options are those of `linear_mode`. What one search computes from the data serves the next. `curvature` says
+        whose log-determinant and traces the evidence has: this posterior's "structure", or the "exact" curvature.
         """
         self.hyper.refuse_earlier("a linear mode")
-        fitted, options = self.fitted, {"solver": solver, "tolerance": tolerance, "max_passes": max_passes}
+        options: dict[str, Any] = {"solver": solver, "tolerance": tolerance, "max_passes": max_passes}
+        fitted, options["curvature"] = self.fitted, curvature
         self._check_weights(whole=True)
         assert self._tangent is not None
         with torch.inference_mode(False), torch.no_grad():
@@ -1063,6 +1066,7 @@ class BaseLaplace:
         train_loader: Iterable[Any] | None = None,
         traces: str = "exact",
         max_passes: int = linear_modes.PASSES,
+        curvature: str = "structure",
     ) -> None:
         """Sets the prior precision (with `optimize_sigma_noise` the noise as well) to what the data prefer.
 
@@ -1085,6 +1089,11 @@ class BaseLaplace:
         prior, noise and theta* are found together from `train_loader`, the data of the fit, in at most `max_passes`
         passes. Use it for networks with normalisation or early stopping. Predictions keep the trained network's output
         for their mean, and have error bars with the prior that was found; `tuned.mode` is the mode.
+
+        `curvature`, with at="linear_mode", says whose evidence that is: of this posterior's own "structure", which
+        predicts, or with the "exact" curvature of all data, for up to 8192 outputs of them (or 1024 weights); an
+        approximation may count several times as many effective parameters. Groups that the evidence would rather do
+        without are `tuned.pruned`.
         """
         self.hyper.refuse_earlier("optimize_prior_precision")
         groups = self._groups_for(prior_structure)
@@ -1092,7 +1101,8 @@ class BaseLaplace:
         chosen = choose(method, tuning.METHODS, "method")
         fitted = self.fitted
         place, traces = choose(at, tuning.PLACES, "at"), choose(traces, tuning.TRACES, "traces")
-        tuning.check_options(chosen, optimize_sigma_noise, counts, place, train_loader, traces)
+        curvature = choose(curvature, linear_modes.CURVATURES, "curvature")
+        tuning.check_options(chosen, optimize_sigma_noise, counts, place, train_loader, traces, curvature)
         hyper = replace(self.hyper, prior_groups=groups)
         search = tuning.Search(
             self.evidence, self.space, hyper, fitted.n_data, self.distribution, self.linearise, self._outputs
@@ -1112,7 +1122,7 @@ class BaseLaplace:
             self._check_prior(self.space, start, 0.0, groups)
             at_mode = None
             if train_loader is not None:
-                at_mode = self.evidence_at_mode(train_loader, max_passes=max_passes)
+                at_mode = self.evidence_at_mode(train_loader, max_passes=max_passes, curvature=curvature)
             samples = whole(n_samples) if traces == "samples" else None
             with torch.inference_mode(False):
                 tuned = tuning.by_evidence(

@@ -28,6 +28,7 @@ from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
 
 SOLVERS = ("auto", "exact", "structure")
+CURVATURES = ("structure", "exact")
 FEW = 1024
 """Up to so many weights, or outputs of all data with Gaussian noise, an exact curvature is formed to solve with."""
 PASSES = 1000
@@ -44,14 +45,18 @@ def evidence_at_mode(
     solver: str = "auto",
     tolerance: float | None = None,
     max_passes: int = PASSES,
+    curvature: str = "structure",
 ) -> EvidenceAtMode:
     """The evidence of a fitted posterior at the linear mode, after one or two passes over the data of its fit.
 
     `solver` is what theta* is solved with: the posterior's own curvature ("structure"), the exact one ("exact"), which
     costs a pass and [P, P] or [N C, N C] numbers, or the exact one where that is small ("auto"): up to `FEW` weights,
     or, where there are fewer outputs N C than weights, what `FunctionSpace` keeps (`OUTPUTS` of them, in `KEPT` bytes).
+
+    `curvature` is what the evidence has its log-determinant and traces from: the posterior's own, or the exact one that
+    theta* is solved with.
     """
-    solver = choose(solver, SOLVERS, "solver")
+    solver, exactly = choose(solver, SOLVERS, "solver"), choose(curvature, CURVATURES, "curvature") == "exact"
     if isinstance(max_passes, bool) or not isinstance(max_passes, int) or max_passes < LEAST:
         raise OptionError(f"max_passes is {max_passes!r}; expected a whole number of passes >= {LEAST}.")
     if tolerance is not None and not 0 < tolerance < 1:
@@ -62,26 +67,35 @@ def evidence_at_mode(
     by_rows = (outputs := fitted.n_data * fitted.output_shape.numel()) < tangent.space.size
     by_rows = by_rows and isinstance(tangent, Tangent)
     few = solver == "exact" or (outputs if by_rows else tangent.space.size) <= FEW
-    curvature, among = None, False
+    formed, among = None, False
     if solver != "structure" and not (own and likelihood.adds_noise):
         among = by_rows and not (likelihood.adds_noise and few)
         if few and not own and not among:  # sum J^T H J as a matrix or by its rows, whichever is smaller
-            curvature = Recipe("gp" if by_rows else "full")(tangent, likelihood, again, None)
-    data.passes += curvature is not None
+            formed = Recipe("gp" if by_rows else "full")(tangent, likelihood, again, None)
+    data.passes += formed is not None
+    if exactly and not (own or among or formed is not None):
+        raise OptionError(
+            f"curvature='exact' with solver={solver!r} for {outputs} outputs of all data and {tangent.space.size} "
+            f"weights; expected fewer outputs than weights, up to {OUTPUTS}, or up to {FEW} weights, and "
+            "solver='auto'. Use curvature='structure', or solver='exact' for a matrix of all weights."
+        )
     found = EvidenceAtMode.of(
         evidence,
         data,
         fitted.n_data,
-        solver=curvature,
-        exact=own or curvature is not None,
+        solver=formed,
+        exact=own or formed is not None,
         outputs=outputs if among else None,
+        exactly=exactly and not among,
         tolerance=tolerance,
     )
-    if among and found.functions is None and solver == "exact":
+    if among and found.functions is None and (solver == "exact" or (exactly and not own)):
+        asked = "solver" if solver == "exact" else "curvature"
         raise OptionError(
-            f"solver='exact' for {outputs} outputs of all data and {tangent.space.size} weights; expected at most "
-            f"{OUTPUTS} outputs, with rows and kernels of {KEPT / 2**30:.3g} GiB. Use solver='structure'."
+            f"{asked}='exact' for {outputs} outputs of all data and {tangent.space.size} weights; expected at most "
+            f"{OUTPUTS} outputs, with rows and kernels of {KEPT / 2**30:.3g} GiB. Use {asked}='structure'."
         )
+    found.exactly = exactly
     return found
 
 

@@ -108,6 +108,7 @@ def check_options(
     at: str = "trained",
     train_loader: Iterable[Any] | None = None,
     traces: str = "exact",
+    curvature: str = "structure",
 ) -> None:
     """Options that the chosen method would not read."""
     if noise and method in ("gridsearch", "pseudo_data"):
@@ -127,6 +128,14 @@ def check_options(
         )
     if traces == "samples" and method not in ("em", "mackay"):
         raise OptionError(f"traces='samples' with method={method!r}; expected 'em'. Leave it out.")
+    if curvature == "exact" and at != "linear_mode":
+        raise OptionError(
+            "curvature='exact' with at='trained', where the evidence is that of the posterior's own structure; "
+            "expected at='linear_mode' and train_loader, which it is formed from. Or fit hessian_structure='full' or "
+            "'gp'."
+        )
+    if curvature == "exact" and traces == "samples":
+        raise OptionError("traces='samples' with curvature='exact'; expected traces='exact'. Leave one of them out.")
 
 
 def check_scalar(structure: str, method: str) -> None:

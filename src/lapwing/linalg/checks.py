@@ -11,6 +11,9 @@ from torch import Tensor
 
 from lapwing.errors import CurvatureError, LapwingWarning
 
+PART = 2**22
+"""Entries of a large matrix that are looked at together."""
+
 
 def check_scale(scale: float | int | Tensor) -> float | int | Tensor:
     """What a curvature is multiplied by: one number."""
@@ -55,7 +58,9 @@ def check_precisions(precisions: Tensor) -> Float[Tensor, " k"]:
 
 
 def check_finite(matrix: Tensor, what: str) -> None:
-    if not bool(torch.isfinite(matrix).all()):
+    # a few rows at a time: the question alone would take as much memory again
+    rows = max(1, PART // max(1, matrix[:1].numel())) if matrix.dim() else 1
+    if not all(bool(torch.isfinite(part).all()) for part in (matrix.split(rows) if matrix.dim() else [matrix])):
         raise CurvatureError(
             f"{what} holds NaN or infinite entries; expected finite ones. Check the data and the loss."
         )

@@ -1,8 +1,9 @@
 """Dense: the whole matrix [P, P]. Memory O(P^2); one eigendecomposition O(P^3), then isotropic priors cost O(P).
 
 Beyond `LARGE` entries a prior is met by a Cholesky factor instead, in about a hundredth of the time: with the matrix,
-twice P^2 numbers (0.8 GB for P = 10,000 in float32). Eigenvectors are made there only for what needs them: derivatives
-in the prior, a `sweep`, or more than `MANY` priors.
+twice P^2 numbers (0.8 GB for P = 10,000 in float32), and no third for solves, draws, log-determinant or variances. A
+factor that is still in use serves whoever asks for the same prior. Eigenvectors are made there only for what needs
+them: derivatives in the prior, a `sweep`, or more than `MANY` priors.
 
 >>> import torch
 >>> H = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
+from weakref import ref
 
 import torch
 from jaxtyping import Float
@@ -84,6 +86,8 @@ class Dense(Curvature):
 
     def with_prior(self, precision: float | int | Tensor) -> DensePrecision:
         delta = check_prior(precision, self.size, self.matrix)
+        if (recent := self._in_use(delta)) is not None:
+            return recent
         if delta.dim() == 0 and not self._by_factor(delta):
             values, vectors = self.eigen
             check_positive((values + delta).detach(), "curvature + prior")
@@ -101,12 +105,29 @@ class Dense(Curvature):
                 values, vectors = self.eigen
                 check_positive((values + delta).detach(), "curvature + prior")
                 return EigenPrecision(vectors, values + delta)
+            if self.size <= MOST:
+                factor, info = self._clamped_factor(delta)
+        if int(info):
             raise CurvatureError(
                 "curvature + prior is not positive definite; expected every prior precision > 0 where the curvature "
                 "is singular. Use a larger prior precision; a Hessian away from a minimum is indefinite, the GGN never "
                 "is."
             )
-        return CholeskyPrecision(factor)
+        found = CholeskyPrecision(factor)
+        if self.size > LARGE and not factor.requires_grad:
+            self._recent["last"] = delta.detach().clone(), ref(found)
+        return found
+
+    def _in_use(self, delta: Tensor) -> CholeskyPrecision | None:
+        """The factor that was made last, if it is that of this prior and someone still has it."""
+        before, found = self._recent.get("last", (None, None))
+        if before is None or found is None or delta.requires_grad or not torch.equal(before, delta):
+            return None
+        return found()
+
+    @cached_property
+    def _recent(self) -> dict[str, tuple[Tensor, ref[CholeskyPrecision]]]:
+        return {}
 
     def _by_factor(self, delta: Float[Tensor, ""]) -> bool:
         """Whether one prior precision for all is met by Cholesky."""
@@ -129,6 +150,12 @@ class Dense(Curvature):
         factor = total.mT  # the same matrix, with columns side by side in memory as LAPACK has them
         torch.linalg.cholesky_ex(factor, out=(factor, info))
         return factor, info
+
+    def _clamped_factor(self, delta: Float[Tensor, " params"]) -> tuple[Tensor, Tensor]:
+        """L in float64, where rounding has left less than nothing in the matrix; `eigh` clamps that at zero."""
+        values, vectors = (each.double() for each in self.eigen)
+        factor, info = torch.linalg.cholesky_ex((vectors * values) @ vectors.mT + delta.double().diag())
+        return factor.to(self.matrix.dtype), info
 
     def sweep(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
         values, vectors = self.eigen
@@ -250,6 +277,9 @@ class CholeskyPrecision(DensePrecision):
 
     def solve(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         flat = v.reshape(-1, self.size)
+        if self.size > LARGE:  # `cholesky_solve` copies the factor
+            half = torch.linalg.solve_triangular(self.factor, flat.mT, upper=False)
+            return torch.linalg.solve_triangular(self.factor.mT, half, upper=True).mT.reshape(v.shape)
         return torch.cholesky_solve(flat.mT, self.factor).mT.reshape(v.shape)
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
