@@ -95,6 +95,7 @@ class Options(TypedDict, total=False):
     probes: int
     steps: int
     block: int
+    solve_in: str
 
 
 FULL_LIMIT = 3000
