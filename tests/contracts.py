@@ -43,6 +43,7 @@ from lapwing.linalg import (
     Term,
 )
 from lapwing.linalg.matrix_free import DenseProducts
+from lapwing.linalg.recomputed import RecomputedRows
 
 RTOL = 1e-9
 REPEATS = 3
@@ -262,14 +263,29 @@ def diagonal(generator: Generator, size: int = 9) -> Case:
     return Case(Diagonal(values), values.diag())
 
 
-def matrix_free(rows: int, near: bool = False) -> Callable[[Generator], Case]:
-    """By products with a matrix of so many rows, solved to rounding; `near`: preconditioned by its diagonal."""
+@dataclass(frozen=True, eq=False)
+class OneByOne:
+    """The rows of a matrix, each a batch."""
+
+    rows: Tensor
+
+    def __call__(self, number: int) -> list[DenseRows]:
+        return [DenseRows(0, self.rows[number, None, None])]
+
+
+def matrix_free(rows: int, near: bool = False, few: bool = False) -> Callable[[Generator], Case]:
+    """By products with a matrix of so many rows, solved to rounding; `near`: preconditioned by its diagonal.
+
+    `few`: solved among the rows, which come in batches of one.
+    """
 
     def make(generator: Generator, size: int = 8) -> Case:
         found = normal(generator, rows, size)
         matrix = found.mT @ found
         effort = Effort(1e-12, probes=size)
-        return Case(MatrixFree(DenseProducts(found), effort, Diagonal(matrix.diagonal()) if near else None), matrix)
+        again = RecomputedRows(size, (1,) * rows, OneByOne(found), kept=1)
+        diagonal = Diagonal(matrix.diagonal()) if near else None
+        return Case(MatrixFree(DenseProducts(found), effort, diagonal, rows=again if few else None), matrix)
 
     return make
 
@@ -541,6 +557,7 @@ STRUCTURES = [
     Structure("Diagonal", diagonal),
     Structure("MatrixFree", matrix_free(6)),
     Structure("MatrixFree, singular, preconditioned", matrix_free(3, near=True)),
+    Structure("MatrixFree, among few rows", matrix_free(3, few=True)),
     Structure("Blocks of Dense", blocks((dense, ((0, 7),)), (singular, ((7, 15),)))),
     Structure("Blocks of Dense, apart", blocks((dense, ((0, 3), (11, 15))), (singular, ((3, 11),)))),
     Structure(

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="a distribution has no experiments")
@@ -265,3 +266,11 @@ def test_inversion_lemma_gives_the_dense_solution(monkeypatch: pytest.MonkeyPatc
     woodbury = module("benchmarks/woodbury.py", monkeypatch)
     assert woodbury.agreement(150) < 1e-12
     assert woodbury.slope([10, 100, 1000], [0.5, 5.0, 50.0]) == pytest.approx(1, rel=1e-5)
+
+
+def test_the_transformer_of_the_benchmark_has_the_weights_of_gpt2_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformer = module("benchmarks/transformer.py", monkeypatch)
+    with torch.device("meta"):
+        model = transformer.Transformer(None, **transformer.SHAPES["gpt2"])
+    assert sum(each.numel() for each in model.parameters()) == 124_439_808
+    assert model.head.weight is model.table.weight

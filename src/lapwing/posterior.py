@@ -35,7 +35,10 @@ class Gaussian:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
         """n weight vectors."""
-        return self.mean + self.precision.draw(n, generator)
+        drawn = self.precision.draw(n, generator)
+        if drawn.requires_grad or drawn.dtype != self.mean.dtype or self.mean.requires_grad:
+            return self.mean + drawn
+        return drawn.add_(self.mean)  # a second [n, P] would double the memory
 
     def log_prob(self, theta: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch"]:
         """The density's logarithm, every constant included."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lapwing.estimate import data_products
 from lapwing.estimate.cotangents import empirical
 from lapwing.laplace import BaseLaplace
 from lapwing.likelihoods import Categorical, Poisson
-from lapwing.linalg import MatrixFree
+from lapwing.linalg import MatrixFree, matrix_free
 from lapwing.linalg.matrix_free import MatrixFreePrecision
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
@@ -224,6 +225,126 @@ def test_data_that_are_added_count_as_if_they_had_been_there() -> None:
     close(parts(first[0][:2]), whole(first[0][:2]))  # pyright: ignore[reportArgumentType]
 
 
+# -- among few outputs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_variances_solved_for_among_the_outputs_are_those_of_the_dense_matrix(name: str) -> None:
+    """Any network: rows by factors, spelled out, and of a part of the weights."""
+    problem = problems.build(name)
+    tangent = Tangent(problem.model, problem.space)
+    with unchanged(problem.model):
+        found = estimate.matrix_free(tangent, problem.likelihood, problem.batches, solve_in="outputs")
+        assert found.rows is not None
+        again = replace(found.rows, kept=1)  # every batch meets every other on its own
+        close(again.gram(), found.rows.gram())
+        dense = estimate.full(tangent, problem.likelihood, problem.batches)
+        close(found.gram.trace(), dense.dense().trace())
+        linear = tangent.at(problem.x)
+        for scale, prior in ((1.0, 0.7), (2.5, 3.0)):
+            ours, truth = ((each * scale).with_prior(prior) for each in (found, dense))
+            close(ours.covariance(linear), truth.covariance(linear))
+            close(ours.variances(linear), truth.variances(linear))
+            close(ours.logdet(), truth.logdet())
+            close(ours.inverse_trace(), truth.inverse_trace())
+            v = torch.randn(3, found.size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+            close(ours.solve(v), truth.solve(v))
+        precisions = torch.tensor([0.3, 2.0], dtype=torch.float64)
+        close(found.variances(linear, precisions), dense.variances(linear, precisions))
+
+
+def test_everything_among_the_outputs_is_as_in_the_full_posterior() -> None:
+    """Noise, temperature, prior mean, evidence and its slopes, added data; a prior by layer is solved for elsewhere."""
+    common: dict[str, Any] = {"temperature": 1.7, "prior_mean": 0.3, "sigma_noise": 0.6, "prior_precision": 0.8}
+    found, full = made("regression", solve_in="outputs", **TIGHT, **common), made("regression", "full", **common)
+    xt = torch.randn(5, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    assert precision_of(found).few is not None
+    slopes = []
+    for la in (found, full):
+        precision = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        sigma = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        slopes.append(torch.autograd.grad(la.log_marginal_likelihood(precision, sigma), [precision, sigma]))
+    for one, two in zip(*slopes, strict=True):
+        close(one, two)
+    for layerwise in (False, True):
+        if layerwise:
+            for la in (found, full):
+                la.prior_precision = torch.linspace(0.5, 2, 4, dtype=torch.float64)
+            assert precision_of(found).few is None
+        close(found.predict_moments(xt)[1], full.predict_moments(xt)[1])
+        close(found.predict_moments(xt, joint=True)[1], full.predict_moments(xt, joint=True)[1], rtol=1e-8)
+        close(found.log_marginal_likelihood(), full.log_marginal_likelihood())
+        close(found.posterior_variance, full.posterior_variance)
+    first, second = data("regression", cut=15)
+    parts = Laplace(net(), "regression", "all", "matrix_free", solve_in="outputs", **TIGHT, **common)
+    parts.fit([first])
+    parts.fit([second], override=False)
+    assert precision_of(parts).few is not None
+    full.prior_precision, full.sigma_noise = 0.8, 0.6
+    close(parts.predict_moments(xt)[1], full.predict_moments(xt)[1])
+
+
+def test_samples_among_the_outputs_have_the_covariance_of_the_full_posterior() -> None:
+    """Whitened by the dense twin; 2,000 draws, mean and second moments within four and a half standard errors."""
+    n, options = 2000, {"prior_precision": 3.0}
+    found, full = made("poisson", solve_in="outputs", **options), made("poisson", "full", **options)
+    draws = found.sample(n, generator=torch.Generator().manual_seed(0)) - found.mean
+    precision = full.posterior_precision
+    assert isinstance(precision, Tensor)
+    white = draws @ torch.linalg.cholesky(precision)
+    size = found.n_params
+    error = (torch.ones(size, size) + torch.eye(size)).double().sqrt() / n**0.5
+    assert float(((white.mT @ white / n - torch.eye(size)).abs() / error).max()) < 4.5
+    assert float(white.mean(0).abs().max()) < 4.5 / n**0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_variances_among_the_outputs_lie_within_their_bounds(dtype: torch.dtype) -> None:
+    found = made("classification", dtype=dtype, solve_in="outputs")
+    full = made("classification", "full", dtype=dtype)
+    xt = torch.randn(5, 3, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    bounded = precision_of(found).bounded_variances(found.linearise(xt))
+    truth = full.posterior.variances(full.linearise(xt))
+    slack = (1e-10 if dtype == torch.float64 else 1e-4) * truth
+    assert bool((bounded.value <= truth + slack).all())
+    assert bool((truth <= bounded.value + bounded.excess + slack).all())
+    solution = precision_of(found).solved(torch.ones(2, found.n_params, dtype=dtype))
+    assert bool(solution.converged.all())
+
+
+def test_systems_of_very_many_weights_and_few_outputs_are_solved_among_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By themselves, where few vectors of P entries fit a block; shuffled data and any batch size are fine."""
+    assert precision_of(made("classification")).few is None
+    monkeypatch.setattr(matrix_free, "BLOCK_BYTES", 16 * 8 * 8 * 31 - 1)
+    monkeypatch.setattr(data_products, "KEPT", 1)  # one data point at a time
+    assert precision_of(made("classification", preconditioner="diagonal")).few is None
+    assert precision_of(made("classification", solve_in="weights")).few is None
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*data("classification")[0]),
+        batch_size=7,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(0),
+    )
+    found, full = Laplace(net(), "classification", "all", "matrix_free"), made("classification", "full")
+    found.fit(loader)
+    few = precision_of(found).few
+    assert few is not None
+    assert len(few.rows.counts) == 24
+    xt = torch.randn(5, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    close(found.predict_moments(xt)[1], full.predict_moments(xt)[1])
+    monkeypatch.setattr(data_products, "FEW", 47)  # of 48
+    assert precision_of(made("classification")).few is None
+
+
+def test_weights_that_have_changed_are_refused_among_the_outputs_too() -> None:
+    la = made("classification", solve_in="outputs")
+    la.sample(1)
+    with torch.no_grad():
+        next(la.model.parameters()).add_(0.1)
+    with pytest.raises(DataError, match=r"the same weights in every pass. Fit again if the model has changed"):
+        la.sample(1)
+
+
 # -- what is said, and what is refused ---------------------------------------------------------------------------------
 
 
@@ -285,6 +406,8 @@ def test_files_and_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
             r"preconditioner is 'cholesky'; expected one of .*'diagonal', 'kron'",
         ),
         ({"tolerance": 2.0}, "tolerance is 2.0; expected"),
+        ({"solve_in": "functions"}, r"solve_in is 'functions'; expected one of \['auto', 'weights', 'outputs'\]"),
+        ({"solve_in": "outputs", "preconditioner": "kron"}, r"where nothing is iterated; expected preconditioner='no"),
         ({"probes": 0}, "probes is 0; expected a whole number"),
         ({"estimator": "mc"}, "cotangents that are drawn; expected the same matrix in every pass"),
     ],

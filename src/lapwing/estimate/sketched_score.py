@@ -88,17 +88,17 @@ def sketched(
     now = products.mv(normal((1, space.size), like, torch.Generator(space.device).manual_seed(seed)))
     if not bool(now.any()):
         raise CurvatureError("the curvature is zero; expected data that determine some direction of the weights.")
-    now, before, length, largest = now / now.norm(), torch.zeros_like(now), 0.0, 0.0
+    now, before, length, largest = now.div_(now.norm()), torch.zeros_like(now), 0.0, 0.0
     kept = []
     for _ in range(min(steps, space.size)):
         kept.append(sketch(now).double())
         product = products.mv(now)
         along = float((product * now).sum())
-        product -= along * now + length * before
+        product.add_(now, alpha=-along).add_(before, alpha=-length)  # in place: no further vector [P]
         length, largest = float(product.norm()), max(largest, abs(along))
         if length <= torch.finfo(space.dtype).eps ** 0.5 * max(largest, abs(along)):
             break  # an invariant space: the data determine nothing else
-        before, now = now, product / length
+        before, now = now, product.div_(length)
     left, values, _ = torch.linalg.svd(torch.cat(kept).mT, full_matrices=False)
     independent = values > torch.finfo(space.dtype).eps ** 0.5 * values[0]
     return SketchedScore(tangent, sketch, left[:, independent].to(space.dtype))

@@ -98,6 +98,7 @@ class Options(TypedDict, total=False):
     probes: int
     steps: int
     block: int
+    solve_in: str
     memory_budget: AnyBudget | None
     loader: Iterable[Any] | None
     time_budget: float | int | None

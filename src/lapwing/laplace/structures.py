@@ -188,7 +188,7 @@ for _row in (
         "nothing but the data and the network, which every result goes over again (Krylov methods)",
         estimate.matrix_free,
         (),
-        options=("preconditioner", "tolerance", "iterations", "probes", "steps", "block"),
+        options=("preconditioner", "tolerance", "iterations", "probes", "steps", "block", "solve_in"),
         subsets=("all", "subnetwork"),
         one_process="it reads its data again for every result, which all ranks would have to ask for together",
     ),

@@ -7,6 +7,8 @@
     logdet       stochastic Lanczos quadrature with fixed probes: a standard error over them, a bracket for each
 
     memory       about eight vectors [P] per column of a block, and what a product takes
+    few rows     H = R^T R with M rows, M far below P: under an isotropic prior all of the above from R R^T [M, M],
+                 which is formed once by `RecomputedRows`; vectors [M] then, and [P] only where they are asked for
     priors       isotropic: one decomposition by Lanczos, then O(probes * steps) per prior or scale, without a product
                  any vector [P]: `steps` products per prior; its derivatives by a solve of all probes
 
@@ -35,9 +37,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lapwing.errors import CurvatureError, LapwingWarning
-from lapwing.linalg.checks import check_precisions, check_prior, check_scale, normal
+from lapwing.linalg.budget import chunks, intermediate_bytes
+from lapwing.linalg.checks import check_finite, check_precisions, check_prior, check_scale, eigh_psd, normal
 from lapwing.linalg.contracts import Curvature, LinearMap, Multiple, Precision, check_groups, same_kind
+from lapwing.linalg.diagonal import DiagonalPrecision
 from lapwing.linalg.krylov import Nodes, Product, Solution, Tridiagonal, conjugate_gradients, lanczos
+from lapwing.linalg.recomputed import RecomputedRows
 from lapwing.linalg.row_set import Adjoint
 from lapwing.linalg.rows import Piece, assemble
 
@@ -182,12 +187,16 @@ class Bounded:
 
 @dataclass(frozen=True, eq=False)
 class MatrixFree(Curvature):
-    """H by its products. `preconditioner` is a curvature near to it that is solved with; it changes no result."""
+    """H by its products. `preconditioner` is a curvature near to it that is solved with; it changes no result.
+
+    `rows` are R with R^T R = H where they are few; under an isotropic prior they are solved with instead.
+    """
 
     products: Products
     effort: Effort
     preconditioner: Curvature | None = None
     multiple: Multiple[MatrixFree] | None = field(default=None, repr=False)
+    rows: RecomputedRows | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
@@ -210,7 +219,10 @@ class MatrixFree(Curvature):
         parts = [(each.products, float(each.scale)) for each in (self, other)]
         ours, theirs = self.preconditioner, other.preconditioner
         near = None if ours is None or theirs is None else ours * parts[0][1] + theirs * parts[1][1]
-        return MatrixFree(SummedProducts(tuple(parts)), self.effort, near)
+        rows = None
+        if self.rows is not None and other.rows is not None and all(scale == 1 for _, scale in parts):
+            rows = self.rows + other.rows
+        return MatrixFree(SummedProducts(tuple(parts)), self.effort, near, rows=rows)
 
     def discounted(self, share: float) -> MatrixFree:
         raise CurvatureError(
@@ -220,7 +232,8 @@ class MatrixFree(Curvature):
 
     def __mul__(self, scale: float | int | Tensor) -> MatrixFree:
         scale, root = check_scale(scale), self.multiple or Multiple(self, 1)
-        return MatrixFree(self.products, self.effort, self.preconditioner, Multiple(root.of, root.scale * scale))
+        multiple = Multiple(root.of, root.scale * scale)
+        return MatrixFree(self.products, self.effort, self.preconditioner, multiple, self.rows)
 
     def clone(self) -> MatrixFree:
         """The same: it holds no numbers of its own that anyone could change."""
@@ -259,6 +272,23 @@ class MatrixFree(Curvature):
         return MatrixFreePrecision(self if self.multiple is None else self.multiple.of, scale, delta)
 
     @cached_property
+    def gram(self) -> Float[Tensor, "m m"]:
+        """R R^T of few rows, computed once; a multiple has that of what it multiplies."""
+        if self.multiple is not None:
+            return self.multiple.of.gram
+        assert self.rows is not None
+        gram = self.rows.gram()
+        check_finite(gram, "the Gram matrix of the rows")
+        return gram
+
+    @cached_property
+    def eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues [M] and vectors [M, M] of `gram`."""
+        if self.multiple is not None:
+            return self.multiple.of.eigen
+        return eigh_psd(self.gram, "the Gram matrix of the rows")
+
+    @cached_property
     def spectrum(self) -> Tridiagonal:
         """H as the probes see it, computed once; a multiple has that of what it multiplies."""
         if self.multiple is not None:
@@ -294,6 +324,8 @@ class MatrixFree(Curvature):
         """Every row starts one run of Lanczos, which serves all precisions."""
         precisions = check_precisions(precisions)
         first = self.with_prior(precisions.min())
+        if first.few is not None:
+            return first.few.swept(pieces, precisions.double()).to(self.products.like)
         found = [first.swept(rows, precisions.double()) for rows in _rows(pieces, self)]
         return torch.cat(found, dim=1).to(self.products.like)
 
@@ -318,6 +350,14 @@ class MatrixFreePrecision(Precision):
     def tolerance(self) -> float:
         return self.effort.within(self.delta.dtype)
 
+    @cached_property
+    def few(self) -> FewRows | None:
+        """What is solved with among few rows; None where there are many, or the prior is no single number."""
+        rows, delta = self.curvature.rows, self._one_number
+        if rows is None or delta is None:
+            return None
+        return FewRows(self.curvature, rows, self.scale.double(), delta.double())
+
     def mv(self, v: Float[Tensor, "*batch params"]) -> Float[Tensor, "*batch params"]:
         return self.scale * self.curvature.mv(v) + self.delta * v
 
@@ -333,6 +373,8 @@ class MatrixFreePrecision(Precision):
 
         found = [
             conjugate_gradients(product, block, self._precondition, self.tolerance, effort.iterations)
+            if self.few is None
+            else self.few.solved(product, block, self.tolerance)
             for block in v.detach().to(self.curvature.products.like).split(effort.columns(self.curvature.products))
         ]
         if len(found) == 1:
@@ -370,6 +412,8 @@ class MatrixFreePrecision(Precision):
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        if self.few is not None:
+            return self.few.quadratic(pieces).to(self.delta.dtype)
         found = []
         for rows in _rows(pieces, self.curvature):
             if self._differentiated(rows):
@@ -382,6 +426,8 @@ class MatrixFreePrecision(Precision):
         return torch.cat(found)
 
     def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
+        if self.few is not None:
+            return self.few.bounded(pieces).value.to(self.delta.dtype)
         found = []
         for rows in _rows(pieces, self.curvature):
             if self._differentiated(rows):
@@ -392,6 +438,14 @@ class MatrixFreePrecision(Precision):
 
     def bounded_variances(self, linear_map: LinearMap) -> Bounded:
         """`variances`, with what each may be too small by."""
+        if self.few is not None:
+            few = self.few
+            every = [[few.bounded(pieces) for pieces in part.columns()] for part in linear_map.parts()]
+            value, excess = (
+                torch.cat([torch.cat([getattr(each, name) for each in part], 1) for part in every])
+                for name in ("value", "excess")
+            )
+            return Bounded(value.to(self.delta.dtype), excess.to(self.delta.dtype))
         parts = [self._bounded(rows) for part in linear_map.parts() for rows in _rows(part.pieces(), self.curvature)]
         return Bounded(torch.cat([part.value for part in parts]), torch.cat([part.excess for part in parts]))
 
@@ -458,6 +512,8 @@ class MatrixFreePrecision(Precision):
     # -- draws ---------------------------------------------------------------------------------------------------------
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        if self.few is not None:
+            return self.few.draw(n, generator)
         return self.drawn(n, generator).value
 
     @torch.no_grad()
@@ -525,7 +581,13 @@ class MatrixFreePrecision(Precision):
         return self.curvature.decomposed(self.delta.detach().sqrt())
 
     def _summed(self, function: Callable[[Tensor], Tensor], delta: Tensor | None) -> Estimate:
-        """tr f(scale D^-1/2 H D^-1/2) by the probes; for one delta by a decomposition that is there for all."""
+        """tr f(scale D^-1/2 H D^-1/2) by the probes; for one delta by a decomposition that is there for all.
+
+        Among few rows the eigenvalues are known, and f is 0 at all others, which are 0.
+        """
+        if delta is not None and self.few is not None:
+            value = function(self.few.eigenvalues).sum().to(self.delta.dtype)
+            return Estimate(value, torch.zeros_like(value), torch.zeros_like(value))
         found = self._whitened if delta is None else self.curvature.spectrum
         scale = self.scale.double() / (1 if delta is None else delta.double())
 
@@ -566,6 +628,98 @@ class MatrixFreePrecision(Precision):
         if self._one_number is None and torch.is_grad_enabled():
             return _Logdet.apply(self.scale, self.delta, self)  # pyright: ignore[reportReturnType]
         return self.log_determinant().value
+
+
+@dataclass(frozen=True, eq=False)
+class FewRows:
+    """scale R^T R + delta I by its M rows, K = scale / delta R R^T [M, M], in float64.
+
+    With c = scale^1/2 / delta R b, w that solves (I + K) w = c and leaves rho, b^T (..)^-1 b is
+
+        b^T b / delta - c^T w - (w + rho)^T rho + e,    0 <= e <= rho^T K rho,
+
+    the bound of `MatrixFreePrecision` for x = (b - scale^1/2 R^T w) / delta, whose residual is -scale^1/2 R^T rho.
+    """
+
+    curvature: MatrixFree
+    rows: RecomputedRows
+    scale: Float[Tensor, ""]
+    delta: Float[Tensor, ""]
+
+    @property
+    def eigenvalues(self) -> Float[Tensor, " m"]:
+        """Those of K: of the curvature in units of the prior precision."""
+        return self.scale / self.delta * self.curvature.eigen[0]
+
+    def core_solve(self, u: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
+        """(I + K)^-1 u."""
+        vectors = self.curvature.eigen[1]
+        return ((u @ vectors) / (1 + self.eigenvalues)) @ vectors.mT
+
+    def crossed(self, pieces: Sequence[Piece]) -> Iterator[tuple[list[Piece], Float[Tensor, "n r m"]]]:
+        """Other rows in float64, a few data points at a time, and their products with R."""
+        count, batch = pieces[0].shape
+        for points in chunks(batch, 4 * 8 * count * self.rows.count, intermediate_bytes()):
+            own = [piece.of_points(points) for piece in pieces]
+            yield own, self.rows.cross(own).mT.unflatten(0, (-1, count))
+
+    @property
+    def _prior(self) -> DiagonalPrecision:
+        """The identity: what rows are squared with, to be divided by delta."""
+        return DiagonalPrecision(torch.ones((), dtype=torch.float64, device=self.delta.device).expand(self.rows.size))
+
+    def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
+        found = []
+        for own, cross in self.crossed(pieces):
+            white = (cross @ self.curvature.eigen[1]) * (1 + self.eigenvalues).rsqrt()
+            seen = self.scale / self.delta.square() * (white @ white.mT)
+            found.append(self._prior.quadratic(own) / self.delta - seen)
+        return torch.cat(found)
+
+    def bounded(self, pieces: Sequence[Piece]) -> Bounded:
+        """The variance of every row, and what it may be too small by but for rounding."""
+        values, excesses = [], []
+        for own, cross in self.crossed(pieces):
+            c = self.scale.sqrt() / self.delta * cross
+            w = self.core_solve(c)
+            rho = c - w - self._times(w)
+            values.append(self._prior.squares(own) / self.delta - (c * w).sum(-1) - ((w + rho) * rho).sum(-1))
+            excesses.append((rho * self._times(rho)).sum(-1))
+        return Bounded(torch.cat(values), torch.cat(excesses))
+
+    def _times(self, u: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
+        """K u."""
+        return self.scale / self.delta * (u @ self.curvature.gram)
+
+    def swept(self, pieces: Sequence[Piece], precisions: Float[Tensor, " k"]) -> Float[Tensor, "k n r"]:
+        """The variance of every row under each of k precisions in the place of delta: rows meet R once."""
+        values, found = self.curvature.eigen[0].unsqueeze(1), []
+        for own, cross in self.crossed(pieces):
+            rotated = (cross @ self.curvature.eigen[1]).square()
+            seen = rotated @ (self.scale / (precisions * (precisions + self.scale * values)))
+            found.append(self._prior.squares(own).unsqueeze(-1) / precisions - seen)
+        return torch.cat(found).movedim(-1, 0)
+
+    def solved(self, product: Product, target: Float[Tensor, "k params"], tolerance: float) -> Solution:
+        """The inversion lemma, and the residual by a product over the data."""
+        with torch.no_grad():
+            x = target / self.delta.to(target)
+            inner = self.core_solve(self.rows.push(x).double())
+            self.rows.pull(-self.scale / self.delta * inner, x)
+            residual = target - product(x)
+        length, norm = target.norm(dim=1), residual.norm(dim=1)
+        relative = torch.where(length > 0, norm / length, norm)
+        return Solution(x, residual, relative, norm <= tolerance * length, 1)
+
+    @torch.no_grad()
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n params"]:
+        """A draw of the prior, moved by what the data, with noise of their own, say of it: n vectors [P] in all."""
+        theta = normal((n, self.rows.size), self.curvature.products.like, generator)
+        theta *= self.delta.rsqrt().to(theta)
+        noise = normal((n, self.rows.count), self.delta, generator)
+        seen = self.core_solve(self.scale.sqrt() * self.rows.push(theta).double() + noise)
+        self.rows.pull(-self.scale.sqrt() / self.delta * seen, theta)
+        return theta
 
 
 class _Logdet(torch.autograd.Function):

@@ -55,6 +55,11 @@ class RowSet:
             raise CurvatureError("a set of no rows; expected at least one. Check the data.")
         return RowSet(size, tuple(tuple(_separated(part)) for part in _merged(kept)))
 
+    @staticmethod
+    def in_order(size: int, parts: Iterable[Sequence[Piece]]) -> RowSet:
+        """Rows part after part as they come, where their order matters; nothing is joined or copied."""
+        return RowSet(size, tuple(tuple(_separated(part)) for part in parts))
+
     def __add__(self, other: RowSet) -> RowSet:
         return RowSet(self.size, self.parts + other.parts)
 
