@@ -88,7 +88,7 @@ def _factors(shape: tuple[int, ...], options: Mapping[str, Any]) -> int:
     """Numbers in the factors of one tensor, or in the exact block of a vector."""
     if len(shape) < 2:
         size = prod(shape)
-        return 0 if size > options.get("dense_limit", 1024) else size
+        return size if size > options.get("dense_limit", 1024) else size**2
     wide = options.get("wide_limit", 8192)
     return sum(side**2 if side <= wide else side for side in (shape[0], prod(shape[1:]) + 1))
 
