@@ -5,8 +5,8 @@ alpha I + G^T G, with N gradients G [N, D], in O(D N^2 + N^3): at fixed N the ti
 which is O(D N). The dense inverse, O(D^3), is timed while it is affordable and has to give the same solution. Slopes of
 log time in log D by least squares, over the sizes whose rows are larger than a processor's caches.
 
-Changed after a look: at first slopes were over the upper half of 500 to 512,000 weights, and were 1.27 and 1.51, by a single
-jump (10 and 20 times the time for 4 times the weights) from 32,000 to 128,000, where 13 MB of rows become 51 MB.
+Changed after a look: at first slopes were over the upper half of 500 to 512,000 weights, and were 1.27 and 1.51, by a
+single jump (10 and 20 times the time for 4 times the weights) from 32,000 to 128,000, where 13 MB of rows become 51 MB.
 """
 
 from __future__ import annotations
