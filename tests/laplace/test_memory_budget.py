@@ -138,7 +138,7 @@ def test_a_call_has_its_own() -> None:
 def test_a_divided_map_is_the_map() -> None:
     x, y = data(60, (20,))
     model = network()
-    whole, small = (Laplace(model, "classification", "all", "kron", memory_budget=b) for b in (None, "300 kB"))
+    whole, small = (Laplace(model, "classification", "all", "kron", memory_budget=b) for b in (None, "450 kB"))
     for la in (whole, small):
         la.fit([(x, y)])
     one, parts = whole.linearise(x), small.linearise(x)
@@ -165,7 +165,7 @@ def test_an_error_names_the_batch_of_the_loader_and_not_a_part_of_it() -> None:
     x, y = data(100, (20,))
     bad = y.clone()
     bad[70] = CLASSES
-    la = Laplace(network(), "classification", "all", "kron", memory_budget="300 kB")
+    la = Laplace(network(), "classification", "all", "kron", memory_budget="450 kB")
     with pytest.raises(LapwingError, match=r"^batch 1: "):
         la.fit([(x, y), (x, bad)])
 

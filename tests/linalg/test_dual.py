@@ -42,6 +42,7 @@ from lapwing.linalg import (
 )
 from lapwing.linalg import dual as dual_module
 from lapwing.linalg import row_products as stacks
+from lapwing.linalg.budget import MemoryBudget, within
 from linalg import test_bad_curvature, test_curvature, test_precision
 
 LINEAR = MatrixLayout(0, (2, 3), (0, 1), 1, 2, 3, bias=6)
@@ -255,9 +256,7 @@ def test_prior_and_scale_of_a_whole_tuning_cost_no_further_gram(monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["layers", "layers with sharing", "tied weights"])
 @pytest.mark.parametrize("budget", [1, 3000])
-def test_a_small_budget_cuts_the_work_and_changes_nothing(
-    name: str, budget: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_budget_cuts_the_work_and_changes_nothing(name: str, budget: int) -> None:
     def outcomes() -> list[Tensor]:
         case = dual(name)(generator())
         found = all_pieces(case, generator(2))
@@ -270,9 +269,9 @@ def test_a_small_budget_cuts_the_work_and_changes_nothing(
         return out
 
     whole = outcomes()
-    for module in (row_set, dual_module):
-        monkeypatch.setattr(module, "DEFAULT_BUDGET", budget)
-    for actual, expected in zip(outcomes(), whole, strict=True):
+    with within(MemoryBudget(budget)):
+        cut = outcomes()
+    for actual, expected in zip(cut, whole, strict=True):
         close(actual, expected)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lapwing import estimate
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.linalg import Curvature
+from lapwing.linalg.budget import MemoryBudget, within
 from lapwing.linalg.contracts import Precision
 from lapwing.linalg.rows import push
 from lapwing.tangent import FeatureTangent, Tangent
@@ -78,7 +79,6 @@ def test_few_draws_of_many_outputs_can_be_differentiated_in_the_inputs() -> None
 def test_draws_that_do_not_fit_are_made_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = convolutional()
     precision, linear = curvature("diagonal", Tangent(model)).with_prior(0.7), Tangent(model).at(X)
-    monkeypatch.setattr("lapwing.linalg.contracts.DEFAULT_BUDGET", 3 * 2 * 8 * precision.size)
     asked, draw = [], type(precision).draw
 
     def counted(self: Precision, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -86,7 +86,8 @@ def test_draws_that_do_not_fit_are_made_a_few_at_a_time(monkeypatch: pytest.Monk
         return draw(self, n, generator)
 
     monkeypatch.setattr(type(precision), "draw", counted)
-    found = precision.functional_draws(linear, 8, torch.Generator().manual_seed(5))
+    with within(MemoryBudget(3 * 2 * 8 * precision.size)):
+        found = precision.functional_draws(linear, 8, torch.Generator().manual_seed(5))
     assert asked == [3, 3, 2]
     generator = torch.Generator().manual_seed(5)
     deltas = torch.cat([draw(precision, n, generator) for n in asked])

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from contracts import STRUCTURES, Case, Structure, all_pieces, close, generator, normal, priors, spelled_out
 from lapwing.errors import CurvatureError
-from lapwing.linalg import Piece, Precision, blocks, dense, diagonal
-from lapwing.linalg import rows as factored
-from lapwing.linalg.kronecker import rotation, sweep
-from lapwing.linalg.kronecker import structure as eigenbasis
+from lapwing.linalg import Piece, Precision
+from lapwing.linalg.budget import MemoryBudget, cache_bytes, intermediate_bytes, within
 
 every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 
@@ -169,25 +167,18 @@ def test_a_sweep_that_starts_at_zero_is_refused_where_the_curvature_is_singular(
 
 
 @every_structure
-def test_a_small_budget_cuts_the_work_and_changes_nothing(
-    structure: Structure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_budget_cuts_the_work_and_changes_nothing(structure: Structure) -> None:
     case = structure.make(generator())
     precision = case.curvature.with_prior(0.7)
     found = all_pieces(case, generator(2))
     whole = {name: precision.quadratic(pieces) for name, pieces in found.items()}
     swept = {name: case.curvature.sweep(pieces, PRECISIONS) for name, pieces in found.items()}
-    cut = 0
-    for module in (blocks, dense, diagonal, eigenbasis, factored, rotation, sweep):
-        for name in ("DEFAULT_BUDGET", "CACHE"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, 1)
-                cut += 1
-    assert cut >= 3
-    for name, pieces in found.items():
-        close(precision.quadratic(pieces), whole[name])
-        close(precision.squares(pieces), whole[name].diagonal(dim1=1, dim2=2))
-        close(case.curvature.sweep(pieces, PRECISIONS), swept[name])
+    with within(MemoryBudget(1)):
+        assert intermediate_bytes() == cache_bytes() == 1
+        for name, pieces in found.items():
+            close(precision.quadratic(pieces), whole[name])
+            close(precision.squares(pieces), whole[name].diagonal(dim1=1, dim2=2))
+            close(case.curvature.sweep(pieces, PRECISIONS), swept[name])
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from lapwing.laplace.structures import RANDOM, AnyTangent
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg import Curvature, Dual, Independent
 from lapwing.linalg.addends import Sum
+from lapwing.linalg.budget import current_budget
 from lapwing.serialize import KINDS, compact, pack, read, unpack, write
 from lapwing.serialize.files import AnyPath, check_writable, sha256
 from lapwing.tangent.features import FeatureTangent
@@ -156,7 +157,10 @@ def identity(setup: Setup, tangent: AnyTangent, generator: torch.Generator | Non
         "parameters": [[name, list(shape)] for name, shape in zip(space.names, space.shapes, strict=True)],
         "class": made["class"],
         "likelihood": made["likelihood"],
-        "options": {n: digest(v) if isinstance(v, Tensor) else v for n, v in setup.options.items()},
+        "options": {
+            n: digest(v) if isinstance(v, Tensor) else v for n, v in setup.options.items() if n != "memory_budget"
+        },
+        "memory budget": current_budget().total,  # batches are counted as they are divided
         "numbers of the likelihood": {n: digest(v) for n, v in tensors.items() if n.startswith("likelihood.")},
         "closed form": isinstance(tangent, FeatureTangent),
         "dtype": str(space.dtype),

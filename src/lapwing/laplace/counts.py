@@ -82,16 +82,16 @@ class Counts:
 class Work:
     """Operations by kind, added up; `peak` are bytes beyond what is `kept`."""
 
-    forward: float = 0  # data points through a recorded forward pass
-    backward: float = 0  # data points times cotangents, back to every layer
-    tape: float = 0  # data points through a pass that walks back over every operation
-    products: float = 0  # multiplications and additions in large products
-    small: float = 0  # the same in many small ones
-    moved: float = 0  # bytes read and written
-    calls: float = 0  # operations that are started
-    decomposed: list[tuple[float, int]] = field(default_factory=list)  # (how many, width) of symmetric matrices
-    kept: float = 0
-    peak: float = 0
+    forward: float | int = 0  # data points through a recorded forward pass
+    backward: float | int = 0  # data points times cotangents, back to every layer
+    tape: float | int = 0  # data points through a pass that walks back over every operation
+    products: float | int = 0  # multiplications and additions in large products
+    small: float | int = 0  # the same in many small ones
+    moved: float | int = 0  # bytes read and written
+    calls: float | int = 0  # operations that are started
+    decomposed: list[tuple[float | int, int]] = field(default_factory=list)  # (how many, width) of symmetric matrices
+    kept: float | int = 0
+    peak: float | int = 0
     refused: str = ""
 
 
@@ -108,7 +108,7 @@ def _pass(counts: Counts, work: Work, cotangents: int, budget: int, predicts: bo
     work.peak = max(work.peak, _passing(counts, cotangents, budget, predicts))
 
 
-def _passing(counts: Counts, cotangents: int, budget: int, predicts: bool) -> float:
+def _passing(counts: Counts, cotangents: int, budget: int, predicts: bool) -> float | int:
     """Bytes of a batch on its way: its graph, a chunk of cotangents at every layer, and the inputs at all positions.
 
     A fit takes an eighth of the budget for a chunk, and copies factors before they are multiplied.
@@ -146,7 +146,7 @@ def _factor_products(counts: Counts, work: Work, options: Mapping[str, Any]) -> 
     work.peak += most * counts.item / 2
 
 
-def _factor_bytes(counts: Counts, options: Mapping[str, Any]) -> float:
+def _factor_bytes(counts: Counts, options: Mapping[str, Any]) -> float | int:
     return sum(many * width**2 for layer in counts.layers for many, width in layer.factors(options)) * counts.item
 
 
@@ -258,7 +258,7 @@ def fit_work(structure: str, counts: Counts, options: Mapping[str, Any], budget:
     return work
 
 
-def _row_bytes(counts: Counts) -> float:
+def _row_bytes(counts: Counts) -> float | int:
     """The factors of all rows: M O + N I per layer, or the rows themselves where that is less."""
     total = 0.0
     for layer in counts.layers:

@@ -29,12 +29,12 @@ TAPE = 6.0
 class Machine:
     """Operations a second in large products, bytes a second, seconds a call, and of decompositions c * width^power."""
 
-    products: float
-    moved: float
-    call: float
+    products: float | int
+    moved: float | int
+    call: float | int
     eigen: tuple[float, float]
 
-    def decomposition(self, width: int) -> float:
+    def decomposition(self, width: int) -> float | int:
         """Beyond the widths that were timed with the third power, as products then take all of the time."""
         scale, power = self.eigen
         timed = min(max(1, width), WIDTHS[1])
@@ -46,10 +46,10 @@ class Rates:
     """The machine, and seconds for a data point through the network: forwards, and back with one cotangent."""
 
     machine: Machine
-    forward: float
-    backward: float
+    forward: float | int
+    backward: float | int
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work) -> float | int:
         """What work takes."""
         machine = self.machine
         return (
@@ -99,7 +99,7 @@ def _measured(dtype: torch.dtype, device: torch.device) -> Machine:
     )
 
 
-def best(run: Callable[[], object], device: torch.device, rounds: int = 3, limit: float = 0.1) -> float:
+def best(run: Callable[[], object], device: torch.device, rounds: int = 3, limit: float = 0.1) -> float | int:
     """The shortest time of a few runs after a first one, which alone is taken where it is longer than `limit`."""
     first = _timed(run, device)
     if first > limit:
@@ -107,7 +107,7 @@ def best(run: Callable[[], object], device: torch.device, rounds: int = 3, limit
     return min(_timed(run, device) for _ in range(rounds))
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def _timed(run: Callable[[], object], device: torch.device) -> float | int:
     start = time.perf_counter()
     run()
     if device.type == "cuda":

@@ -48,8 +48,8 @@ class Alternative:
     """One structure: seconds of a fit and of a prediction, bytes at the peak, and whether it fits the budgets."""
 
     structure: str
-    fit_seconds: float
-    prediction_seconds: float
+    fit_seconds: float | int
+    prediction_seconds: float | int
     memory: int
     fits: bool
     note: str = ""
@@ -95,7 +95,7 @@ class Plan:
         return "\n".join([size, *(line.rstrip() for line in shown), f"{self.reason}."])
 
 
-def seconds_text(seconds: float) -> str:
+def seconds_text(seconds: float | int) -> str:
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 6000 else f"{seconds / 3600:.3g} h"

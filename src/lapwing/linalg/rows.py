@@ -325,19 +325,19 @@ class OuterRows(MatrixRows):
         Estimators that see many cotangents of the same data points need it once, or not at all.
         """
         rows = object.__new__(OuterRows)
-        rows.__dict__.update(layout=layout, left=left, _make=make)
+        vars(rows).update(layout=layout, left=left, _make=make)
         return rows
 
     def __getattr__(self, name: str) -> Tensor:
         """Only called for what is not there yet."""
-        if name != "right" or "_make" not in self.__dict__:
+        if name != "right" or "_make" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.__dict__["right"] = made = self.__dict__["_make"]()
+        vars(self)["right"] = made = vars(self)["_make"]()
         return made
 
     def forget(self) -> None:
-        if "_make" in self.__dict__:
-            self.__dict__.pop("right", None)
+        if "_make" in vars(self):
+            vars(self).pop("right", None)
 
     def at(self, place: MatrixLayout | Segment) -> OuterRows:
         assert isinstance(place, MatrixLayout)
