@@ -174,7 +174,7 @@ def picture(seeds: list[Figures], tried: dict[str, list[Figures]]) -> Figure:
         axes[0].fill_between(count, curves.amin(0), curves.amax(0), color=style["color"], alpha=0.12, lw=0)
     axes[0].axhline(fmean(seed[JOINT] for seed in seeds), color="black", linestyle=":", lw=1, label=JOINT)
     axes[0].set(xlabel="tasks seen", ylabel="mean test accuracy over them (%)", title="At each method's best strength")
-    axes[0].legend(loc="lower left")
+    axes[0].legend(loc="lower left", bbox_to_anchor=(0.0, 0.28), fontsize=8, ncols=2)
     for axis, arm in zip(axes[1:], LAPLACE, strict=True):
         rows = [row for row in tried[arm] if row["rate"] == seeds[0][arm]["rate"]]
         at = [row["strength"] for row in rows]
@@ -182,6 +182,8 @@ def picture(seeds: list[Figures], tried: dict[str, list[Figures]]) -> Figure:
             axis.plot(at, [row["test"][-1][place] for row in rows], "o-", label=name, color=COLOURS[colour])
         axis.plot(at, [row["mean"] for row in rows], "o-", label="mean", color=COLOURS["map"])
         axis.set(xscale="log", xlabel="multiplier of the curvature", title=arm, ylabel="test accuracy in the end (%)")
+        axis.set_xticks(at, [f"{each:g}" for each in at])
+        axis.minorticks_off()
         axis.legend()
     low = min(axis.get_ylim()[0] for axis in axes[1:])
     for axis in axes[1:]:
