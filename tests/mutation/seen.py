@@ -285,10 +285,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes that share the tests")
     options = parser.parse_args(arguments)
     with copied() as copy:
-        (copy / "src" / "sitecustomize.py").write_text(STARTED.format(folder=str(copy / "tests")), encoding="utf-8")
+        started = copy / "started"  # where no doctest is looked for: collected, it would take the marks from the plugin
+        started.mkdir()
+        (started / "sitecustomize.py").write_text(STARTED.format(folder=str(copy / "tests")), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutation.seen"]
         command += ["-m", "not slow", "-o", f"addopts={ADDOPTS}", "--ignore=tests/mutation", "-n", str(options.workers)]
-        paths = os.pathsep.join(str(copy / name) for name in ("src", "tests"))
+        paths = os.pathsep.join(str(copy / name) for name in ("started", "src", "tests"))
         surroundings = os.environ | {"PYTHONPATH": paths, VARIABLE: str(SEEN)}
         return subprocess.run([*command, *options.tests], cwd=copy, env=surroundings, check=False).returncode
 
