@@ -84,6 +84,7 @@ def sequence(job: tuple[str, float, float], config: dict[str, Any], calibrated: 
     found: Figures = course(continual, lambda _: model, tasks, config, adam, schedule)
     found |= {"strength": strength, "rate": rate}
     found |= {"mean": last(found["test"]), "chosen_by": last(found["validation"])}
+    found |= {"first_task_in_the_end": found["test"][-1][0], "last_task_in_the_end": found["test"][-1][-1]}
     if calibrated:
         found |= calibration(continual, tasks, config)
     print(config["seed"], arm, strength, rate, [round(fmean(row), 2) for row in found["test"]], flush=True)
@@ -174,12 +175,14 @@ def picture(seeds: list[Figures], tried: dict[str, list[Figures]]) -> Figure:
         axes[0].fill_between(count, curves.amin(0), curves.amax(0), color=style["color"], alpha=0.12, lw=0)
     axes[0].axhline(fmean(seed[JOINT] for seed in seeds), color="black", linestyle=":", lw=1, label=JOINT)
     axes[0].set(xlabel="tasks seen", ylabel="mean test accuracy over them (%)", title="At each method's best strength")
-    axes[0].legend(loc="lower left", bbox_to_anchor=(0.0, 0.28), fontsize=8, ncols=2)
+    axes[0].legend(loc="lower left", bbox_to_anchor=(0.31, 0.3), fontsize=7.5, ncols=2)
     for axis, arm in zip(axes[1:], LAPLACE, strict=True):
         rows = [row for row in tried[arm] if row["rate"] == seeds[0][arm]["rate"]]
         at = [row["strength"] for row in rows]
-        for name, place, colour in (("first task", 0, "sampled"), ("last task", -1, "exact")):
-            axis.plot(at, [row["test"][-1][place] for row in rows], "o-", label=name, color=COLOURS[colour])
+        for name, colour in (("first task", "sampled"), ("last task", "exact")):
+            key = f"{name.replace(' ', '_')}_in_the_end"
+            if key in rows[0]:
+                axis.plot(at, [row[key] for row in rows], "o-", label=name, color=COLOURS[colour])
         axis.plot(at, [row["mean"] for row in rows], "o-", label="mean", color=COLOURS["map"])
         axis.set(xscale="log", xlabel="multiplier of the curvature", title=arm, ylabel="test accuracy in the end (%)")
         axis.set_xticks(at, [f"{each:g}" for each in at])
@@ -187,7 +190,7 @@ def picture(seeds: list[Figures], tried: dict[str, list[Figures]]) -> Figure:
         axis.legend()
     low = min(axis.get_ylim()[0] for axis in axes[1:])
     for axis in axes[1:]:
-        axis.set_ylim(low, 100)
+        axis.set_ylim(low - 0.5, 100)
         axis.grid(alpha=0.3)
     axes[0].grid(alpha=0.3)
     return figure

@@ -102,10 +102,10 @@ def last(rows: Sequence[Sequence[float]]) -> float:
 
 def outcome(best: dict[str, Any], tried: dict[str, list[Figures]], by_seed: dict[int, Figures]) -> dict[str, Any]:
     """What is written of arms whose strengths and rates were chosen on a seed of their own."""
-    shown = "strength", "rate", "mean", "chosen_by"
+    shown = "strength", "rate", "mean", "chosen_by", "first_task_in_the_end", "last_task_in_the_end"
     return {
         "best": best,
-        "tried": {arm: [{key: row[key] for key in shown} for row in rows] for arm, rows in tried.items()},
+        "tried": {arm: [{key: row[key] for key in shown if key in row} for row in rows] for arm, rows in tried.items()},
         "over_seeds": spread([plain(each) for each in by_seed.values()]),
         "by_seed": {str(seed): plain(each) for seed, each in by_seed.items()},
     }
