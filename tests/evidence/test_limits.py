@@ -174,3 +174,16 @@ def test_a_search_that_has_not_come_to_rest_says_so_where_it_was_called(method: 
         warnings.simplefilter("error")
         assert method(la.evidence, la.prior, rounds=1000).converged
     assert len(said) == 1
+
+
+def test_the_steps_that_optimize_prior_precision_allows_bound_em_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, allowed = fitted(torch.float64, 0.3), []
+
+    def listening(*arguments: Any, rounds: int, **options: Any) -> Any:
+        allowed.append(rounds)
+        return em(*arguments, rounds=rounds, **options)
+
+    monkeypatch.setattr(evidence, "em", listening)
+    la.optimize_prior_precision(method="em", n_steps=7)
+    la.optimize_prior_precision(method="mackay")
+    assert allowed == [70, 1000]

@@ -4,7 +4,7 @@ copies from before it was there."""
 from __future__ import annotations
 
 import pickle
-from math import log
+from math import log, pi
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,16 @@ def test_the_level_of_noise_that_varies_is_where_the_evidence_is_largest() -> No
         squares = (y - model(x)[:, :1]).square().sum() / architecture.noise_level(model) ** 2
     la.prior_precision = prior.precisions
     assert float(squares) == pytest.approx(80 * point_share(la), rel=1e-6)  # sum z^2 = N - gamma
+
+
+def test_the_loss_of_noise_that_varies_is_its_log_density_without_the_constant() -> None:
+    spec = Spec(2, 2, width=4, depth=1, varying=True)
+    random = torch.Generator().manual_seed(0)
+    mean, level, y = torch.randn(3, 5, 2, generator=random, dtype=torch.float64)
+    x = torch.randn(5, 2, generator=random, dtype=torch.float64)
+    run = TableTraining(build(spec, random), spec, x, y, "regression", 5, random)
+    density = torch.distributions.Normal(mean, (level / 2).exp()).log_prob(y).sum() + y.numel() * log(2 * pi) / 2
+    assert float(run.loss(torch.cat([mean, level], 1), y)) == pytest.approx(-float(density) / 5, rel=1e-12)
 
 
 def test_several_targets_have_a_noise_each() -> None:

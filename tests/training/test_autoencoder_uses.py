@@ -437,6 +437,22 @@ def test_a_schedule_of_learning_rates_takes_a_step_per_epoch(scheduler: Any) -> 
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+def test_a_schedule_is_told_the_mean_loss_of_the_data_points() -> None:
+    """Batches of 5, 5 and 2, and a step too small to change anything."""
+    told = []
+
+    class Listening(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            told.append(float(metrics))
+            super().step(metrics)
+
+    model = LaplacianAutoencoder(*halves(), curvature="exact")
+    still = torch.optim.SGD(model.whole.parameters(), lr=1e-30)
+    model.fit_posthoc(X.split(5), 2, optimizer=still, scheduler=Listening)
+    expected = -Gaussian().log_prob(model.whole(X), X).sum().item() / len(X)
+    assert told == pytest.approx([expected, expected], rel=1e-12)
+
+
 # -- plain training ----------------------------------------------------------------------------------------------------
 
 

@@ -1072,9 +1072,10 @@ class BaseLaplace:
 
         marglik      maximises the evidence by L-BFGS until it comes to rest, at most `n_steps` rounds; `lr` is not used
         adam         maximises the evidence by `n_steps` steps of Adam at `lr`
-        em           MacKay's fixed point alpha = gamma / |theta|^2, per group of the prior, until it stands still;
-                     gamma, the effective parameters, from traces or (`traces="samples"`) from `n_samples` draws of
-                     the posterior, with a standard error in `tuned.error`. "mackay" is the same
+        em           MacKay's fixed point alpha = gamma / |theta|^2, per group of the prior, until it stands still, at
+                     most ten times `n_steps` rounds; gamma, the effective parameters, from traces or
+                     (`traces="samples"`) from `n_samples` draws of the posterior, with a standard error in
+                     `tuned.error`. "mackay" is the same
         gridsearch   the best of `grid_size` precisions on `val_loader`, by validation NLL or `loss`
         pseudo_data  the best pair of a precision and a number N of data points (`counts`) that the data shall count
                      for, on `val_loader`; sets the temperature to n_data / N as well

@@ -169,7 +169,7 @@ def by_evidence(
     shared = {"temperature": temperature, "fixed_noise": not noise}
     where = at_mode or search.evidence
     if method in ("em", "mackay"):
-        tuned = evidence.em(where, prior, sigma, samples=samples, generator=generator, **shared)
+        tuned = evidence.em(where, prior, sigma, rounds=10 * n_steps, samples=samples, generator=generator, **shared)
     elif method == "adam":
         tuned = adam(search.evidence, prior, sigma, steps=n_steps, lr=lr, **shared)
     else:
