@@ -1,4 +1,4 @@
-"""E14: class probabilities of `lapwing fit` on four small tables, ten splits each, beside MAP and other classifiers.
+"""E14: class probabilities of `lapwing fit` on four small tables, twenty splits each, beside MAP and other classifiers.
 
 Every split is that of `fit_table` with its seed: rows to learn from, to calibrate with, and to test on. On the test
 rows: the network alone (MAP), the same with a temperature from the calibration rows, its Laplace posterior, a network
