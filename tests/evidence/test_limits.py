@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lapwing
 from lapwing import evidence
 from lapwing.errors import CurvatureError, LapwingWarning
-from lapwing.evidence import GaussianFit
+from lapwing.evidence import GaussianFit, tuners
 from lapwing.evidence.tuners import Limits, em, gradient, updates
 from lapwing.laplace import BaseLaplace, Laplace
 
@@ -187,3 +187,21 @@ def test_the_steps_that_optimize_prior_precision_allows_bound_em_as_well(monkeyp
     la.optimize_prior_precision(method="em", n_steps=7)
     la.optimize_prior_precision(method="mackay")
     assert allowed == [70, 1000]
+
+
+def test_a_search_that_ends_below_where_it_began_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates that follow something else than the evidence: here, a prior that grows a thousandfold every time."""
+    la = fitted(torch.float64, 0.3)
+
+    def astray(at: Any, prior: Any, level: Tensor, *rest: Any, **options: Any) -> Any:
+        while True:
+            prior = prior.with_precisions(prior.precisions * 1e3)
+            yield prior, level, prior.entries() + 1.0
+
+    first = float(la.evidence.log_marginal(la.prior, 1.0))
+    monkeypatch.setattr(tuners, "updates", astray)
+    with pytest.warns(LapwingWarning) as said:
+        found = em(la.evidence, la.prior, 1.0, rounds=2)
+    texts = [str(each.message) for each in said]
+    assert sum(f"had begun at {first:.5g}" in text and "method='marglik'" in text for text in texts) == 1
+    assert float(found.log_marginal) < first - 1

@@ -42,6 +42,8 @@ NEAR = 1e-2
 """A logarithm this close to its bound counts as ended there, though its slope is not zero."""
 JUMP = 8
 """Rounds of `em` between two extrapolations."""
+FALLEN = 1e-3
+"""The share of its log evidence (or one nat) by which a search may end below where it began without a word."""
 SPARED = 10
 """One target in so many is left to estimate the noise from, on the way of `em` to where there are enough."""
 
@@ -243,6 +245,7 @@ def em(
     tolerance = max(tolerance, evidence.accuracy)
     earlier = torch.zeros_like(torch.cat([before.precisions, level.reshape(1)]))
     with torch.no_grad():
+        first = float(evidence.settled(before, level, temperature).log_marginal(before, level, temperature))
         while taken < rounds:
             after, fresh, gamma = next(steps)
             taken += 1
@@ -272,6 +275,14 @@ def em(
                 steps = updates(evidence, before, level, temperature, **options)
             earlier = change
         value = evidence.settled(before, level, temperature).log_marginal(before, level, temperature)
+    if float(value) < first - max(1.0, FALLEN * abs(first)):
+        warnings.warn(
+            f"em ended at a log evidence of {float(value):.5g} and had begun at {first:.5g}: its updates follow "
+            "effective parameters that are not those of this evidence. Use method='marglik', fewer groups, or, at the "
+            "linear mode, curvature='exact'.",
+            LapwingWarning,
+            stacklevel=2,
+        )
     error = None if sampled is None else sampled.error
     pruned = (gamma < evidence.least) | (before.precisions >= HIGHEST * (1 - NEAR))
     return _checked(Tuned(before, level, value, converged, taken, error, pruned=pruned), "em")
