@@ -48,7 +48,7 @@ demo: $(stamp) ## two data sets from table to report in a minute; writes build/d
 	$(VENV)/bin/lapwing demo --out build/demo --picture $(PICTURE)
 
 test: $(stamp) ## tests and doctests, warnings are errors; without those marked slow
-	$(python) -m pytest -n $(WORKERS) -m "not slow" --shapes=$(SHAPES)
+	$(python) -m pytest -n $(WORKERS) -m "not slow" --shapes=$(SHAPES) --durations=40 --durations-min=2
 
 lowest: ## tests with the lowest versions that pyproject.toml claims, in a venv of their own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
