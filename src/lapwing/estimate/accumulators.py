@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,7 @@ from lapwing.linalg import (
     Segments,
     Term,
 )
-from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import CACHE, DEFAULT_BUDGET, chunks
 from lapwing.linalg.kronecker.factors import diagonal_of
 from lapwing.linalg.rows import assemble
 
@@ -152,13 +153,19 @@ class Matrix(Accumulator):
         sums = self._sums(role, left, width, left.shape[-1])
         sums.grads.add(merged(left))
         if first:
-            # a use without the bias has 0 where the others have 1
-            rights = [_wide(piece.right, width) for piece in outers]
-            right = rights[0] if len(rights) == 1 else torch.cat(rights, dim=1)
-            right = right.mean(1, keepdim=True) if reduced else right
             assert not isinstance(sums.inputs, Tensor)
-            sums.inputs.add(right)
-            sums.count += right.shape[0] * right.shape[1]
+            for right in self._rights(outers, width):
+                right = right.mean(1, keepdim=True) if reduced else right
+                sums.inputs.add(right)
+                sums.count += right.shape[0] * right.shape[1]
+
+    def _rights(self, outers: list[OuterRows], width: int) -> Iterator[Tensor]:
+        """Inputs of all uses, those of a single one a few data points at a time: patches that stay in a cache."""
+        if len(outers) == 1:
+            for right in outers[0].rights(min(CACHE, self.budget)):
+                yield _wide(right, width)
+        else:  # a use without the bias has 0 where the others have 1
+            yield torch.cat([_wide(piece.right, width) for piece in outers], dim=1)
 
     def _add_formed(self, pieces: list[Piece]) -> None:
         """Rows that are no products: as matrices M, one more role with sum M M^T and sum M^T M (module `kronecker`)."""

@@ -319,13 +319,19 @@ class OuterRows(MatrixRows):
     _by_point: ClassVar[tuple[str, ...]] = ("right",)
 
     @staticmethod
-    def late(layout: MatrixLayout, left: Float[Tensor, "r n t groups rows"], make: Callable[[], Tensor]) -> OuterRows:
+    def late(
+        layout: MatrixLayout,
+        left: Float[Tensor, "r n t groups rows"],
+        make: Callable[[], Tensor],
+        some: Callable[[slice], Tensor] | None = None,
+    ) -> OuterRows:
         """With a right side that is made when it is first asked for: patches take many times the layer's input.
 
-        Estimators that see many cotangents of the same data points need it once, or not at all.
+        Estimators that see many cotangents of the same data points need it once, or not at all. `some` makes it for a
+        few data points, where that can be done: they stay in a cache until they are used.
         """
         rows = object.__new__(OuterRows)
-        vars(rows).update(layout=layout, left=left, _make=make)
+        vars(rows).update(layout=layout, left=left, _make=make, _part=some)
         return rows
 
     def __getattr__(self, name: str) -> Tensor:
@@ -338,6 +344,28 @@ class OuterRows(MatrixRows):
     def forget(self) -> None:
         if "_make" in vars(self):
             vars(self).pop("right", None)
+
+    @property
+    def _some(self) -> tuple[Callable[[slice], Tensor] | None, int]:
+        """What makes the right side of a few data points, and its bytes for one; None where it is there, or whole."""
+        some = None if "right" in vars(self) else vars(self).get("_part")
+        each = self.shared * self.layout.groups * self.layout.width * self.left.element_size()
+        return some, each
+
+    def rights(self, budget: int) -> Iterator[Float[Tensor, "m t groups width"]]:
+        """The right side, in parts within the budget if it can be made so, else whole."""
+        some, each = self._some
+        if some is None:
+            yield self.right
+        else:
+            yield from map(some, chunks(self.shape[1], each, budget))
+
+    def _by_points(self, budget: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Both sides, a few data points at a time, whose rows (and patches, if made for them alone) fit the budget."""
+        some, each = self._some
+        rows = contract_bytes(self.left, self.layout.width)
+        for points in chunks(self.shape[1], rows if some is None else rows + each, budget):
+            yield self.left[:, points], self.right[points] if some is None else some(points)
 
     def at(self, place: MatrixLayout | Segment) -> OuterRows:
         assert isinstance(place, MatrixLayout)
@@ -493,9 +521,9 @@ class OuterRows(MatrixRows):
 
     def add_squares_to(self, out: Float[Tensor, " flat"], budget: int) -> None:
         layout = self.layout
-        squares = self.right.new_zeros(layout.groups, layout.rows, layout.width)
-        for part in chunks(len(self.right), contract_bytes(self.left, layout.width), min(CACHE, budget)):
-            squares += contract(self.left[:, part], self.right[part]).square().sum((0, 1))
+        squares = self.left.new_zeros(layout.groups, layout.rows, layout.width)
+        for left, right in self._by_points(min(CACHE, budget)):
+            squares += contract(left, right).square().sum((0, 1))
         layout.scatter_add(squares, out)
 
 

@@ -227,11 +227,14 @@ def _convolution(call: Call, dims: int, transposed: bool) -> Use | None:
     alone = x.dim() == dims + 1  # an input without a batch axis
     kernel = tuple(weight.shape[2:])
 
-    def right(ones: bool) -> Tensor:
-        batch = x.unsqueeze(0) if alone else x
+    def some(ones: bool, which: slice) -> Tensor:
+        batch = x.unsqueeze(0) if alone else x[which]
         if transposed:
             return transposed_patches(batch, kernel, stride, padding, extra, groups, dilation, ones)
         return patches(batch, kernel, stride, padding, dilation, groups, ones)
+
+    def right(ones: bool) -> Tensor:
+        return some(ones, slice(None))
 
     def left(y: Tensor) -> Tensor:
         return channels_last(y.unsqueeze(1) if alone else y, groups)
@@ -239,7 +242,8 @@ def _convolution(call: Call, dims: int, transposed: bool) -> Use | None:
     split, perm, rows, cols = weight_axes(weight.shape, groups, transposed)
     bias_source = None if bias is None else call.source(bias)
     name = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
-    return Contraction(name, call.source(weight), bias_source, split, perm, groups, rows, cols, right, left)
+    parts = None if alone else some
+    return Contraction(name, call.source(weight), bias_source, split, perm, groups, rows, cols, right, left, parts)
 
 
 for _dims, _conv, _transposed in (

@@ -28,6 +28,11 @@ class SampleAxis:
     batch: int
     inner: int
 
+    @property
+    def plain(self) -> bool:
+        """Whether the first axis of the positions counts the samples, and nothing else."""
+        return self.axis == 0 and self.outer == self.inner == 1
+
     def split(self, values: Shaped[Tensor, "..."], lead: int, features: int) -> Tensor:
         """[*lead, *positions, *features] -> [*lead, N, T, *features]."""
         count = values.dim() - lead - features

@@ -83,7 +83,10 @@ def _dropped(source: Source | None, names: frozenset[str]) -> Source | None:
 
 @dataclass
 class Contraction(Use):
-    """y = x w + b in canonical axes. `split` and `perm` bring the weight to [K, O, I]."""
+    """y = x w + b in canonical axes. `split` and `perm` bring the weight to [K, O, I].
+
+    `some` is `right` for some entries of the first axis of x, where there is one that runs through both.
+    """
 
     weight: Source | None
     bias: Source | None
@@ -94,6 +97,7 @@ class Contraction(Use):
     cols: int
     right: Callable[[bool], Tensor]
     left: Callable[[Tensor], Tensor]
+    some: Callable[[bool, slice], Tensor] | None = None
 
     @property
     def sources(self) -> list[Source]:
@@ -126,10 +130,16 @@ class Contraction(Use):
         def right() -> Tensor:
             return samples.split(_held(self.right(joint)).to(dtype), lead=0, features=2)
 
+        def some(points: slice) -> Tensor:
+            assert self.some is not None
+            found = _held(self.some(joint, points)).to(dtype)
+            return replace(samples, batch=len(found)).split(found, lead=0, features=2)
+
         if layout is not None and torch.is_grad_enabled():
             pieces: list[Piece] = [OuterRows(layout, left, right())]
         elif layout is not None:
-            pieces = [OuterRows.late(layout, left, torch.no_grad()(outside_modes(right)))]
+            quiet = [torch.no_grad()(outside_modes(each)) for each in (right, some)]
+            pieces = [OuterRows.late(layout, left, quiet[0], quiet[1] if self.some and samples.plain else None)]
         else:
             local = MatrixLayout(0, self.split, self.perm, self.groups, self.rows, self.cols)
             dense = left.new_zeros(*left.shape[:2], prod(self.split))
