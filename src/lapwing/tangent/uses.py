@@ -138,8 +138,8 @@ class Contraction(Use):
         if layout is not None and torch.is_grad_enabled():
             pieces: list[Piece] = [OuterRows(layout, left, right())]
         elif layout is not None:
-            quiet = [torch.no_grad()(outside_modes(each)) for each in (right, some)]
-            pieces = [OuterRows.late(layout, left, quiet[0], quiet[1] if self.some and samples.plain else None)]
+            few = torch.no_grad()(outside_modes(some)) if self.some is not None and samples.plain else None
+            pieces = [OuterRows.late(layout, left, torch.no_grad()(outside_modes(right)), few)]
         else:
             local = MatrixLayout(0, self.split, self.perm, self.groups, self.rows, self.cols)
             dense = left.new_zeros(*left.shape[:2], prod(self.split))
