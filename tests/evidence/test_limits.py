@@ -194,6 +194,7 @@ def test_a_search_that_ends_below_where_it_began_says_so(monkeypatch: pytest.Mon
     la = fitted(torch.float64, 0.3)
 
     def astray(at: Any, prior: Any, level: Tensor, *rest: Any, **options: Any) -> Any:
+        options["effective"](at.settled(prior, level), prior, level, 1.0)
         while True:
             prior = prior.with_precisions(prior.precisions * 1e3)
             yield prior, level, prior.entries() + 1.0

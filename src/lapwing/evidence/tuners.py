@@ -239,13 +239,20 @@ def em(
         raise CurvatureError("samples were given for an evidence with exact traces; expected None. Leave them out.")
     effective = by_traces if sampled is None else sampled
     spared, gamma = SPARED, before.entries()
-    options: dict[str, Any] = {"fixed_noise": fixed_noise, "effective": effective}
+    began: list[float] = []
+
+    def measured(here: Evidence | ExactEvidence, prior: Prior, sigma: Tensor, temperature: float | Tensor) -> Tensor:
+        """The effective parameters, and once the evidence that goes with them: where theta* is found, it is here."""
+        if not began:
+            began.append(float(here.log_marginal(prior, sigma, temperature)))
+        return effective(here, prior, sigma, temperature)
+
+    options: dict[str, Any] = {"fixed_noise": fixed_noise, "effective": measured}
     options["limits"] = Limits(spared=spared, least=evidence.least)
     steps = updates(evidence, before, level, temperature, **options)
     tolerance = max(tolerance, evidence.accuracy)
     earlier = torch.zeros_like(torch.cat([before.precisions, level.reshape(1)]))
     with torch.no_grad():
-        first = float(evidence.settled(before, level, temperature).log_marginal(before, level, temperature))
         while taken < rounds:
             after, fresh, gamma = next(steps)
             taken += 1
@@ -275,9 +282,9 @@ def em(
                 steps = updates(evidence, before, level, temperature, **options)
             earlier = change
         value = evidence.settled(before, level, temperature).log_marginal(before, level, temperature)
-    if float(value) < first - max(1.0, FALLEN * abs(first)):
+    if any(float(value) < first - max(1.0, FALLEN * abs(first)) for first in began):
         warnings.warn(
-            f"em ended at a log evidence of {float(value):.5g} and had begun at {first:.5g}: its updates follow "
+            f"em ended at a log evidence of {float(value):.5g} and had begun at {began[0]:.5g}: its updates follow "
             "effective parameters that are not those of this evidence. Use method='marglik', fewer groups, or, at the "
             "linear mode, curvature='exact'.",
             LapwingWarning,
