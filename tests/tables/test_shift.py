@@ -23,7 +23,7 @@ from lapwing.tables import training
 from lapwing.tables.bundle import Bundle, score
 from lapwing.tables.fit import fit_table
 from lapwing.tables.network import Spec, build
-from lapwing.tables.shift import GAIN, WAYS, learnt, share
+from lapwing.tables.shift import WAYS, learnt, share
 from lapwing.tables.training import train
 
 
@@ -101,22 +101,29 @@ def held(value: Tensor, targets: Tensor) -> HeldOut:
     return HeldOut(Categorical(), value, torch.full_like(value, 7.0), targets, one)
 
 
-def test_less_of_the_way_must_gain_more_than_chance() -> None:
-    targets = torch.zeros(20, dtype=torch.int64)
-    start = torch.tensor([[1.0, 0.0]], dtype=torch.float64).repeat(20, 1)
-    better, little = start + torch.tensor([1.0, 0.0]), start - torch.tensor([0.15, 0.0])
-    assert share(held(start, targets), held(better, targets)) == 1.0
-    loss = float((start.log_softmax(1) - little.log_softmax(1))[:, 0].sum())
-    assert 0 < loss < GAIN
-    assert share(held(start, targets), held(little, targets)) == 1.0, "worse, but not by more than chance"
-    assert share(held(start, targets), held(start - torch.tensor([1.0, 0.0]), targets)) == 0.0
-    # some targets lose where the others gain: the best is in between, and found as by trying
-    mixed = torch.tensor([0] * 14 + [1] * 6)
-    end = torch.tensor([[3.0, 0.0]], dtype=torch.float64).repeat(20, 1)
-    totals = {t: float(torch.lerp(0 * end, end, t).log_softmax(1).gather(1, mixed[:, None]).sum()) for t in WAYS}
-    best = max(totals, key=totals.__getitem__)
-    assert 0 < best < 1
-    assert share(held(0 * end, mixed), held(end, mixed)) == best
+def test_the_share_of_the_way_is_averaged_over_what_targets_say() -> None:
+    generator = torch.Generator().manual_seed(1)
+    start, end = 2 * torch.randn(2, 25, 3, dtype=torch.float64, generator=generator)
+    targets = torch.randint(3, (25,), generator=generator)
+
+    def likely(t: float) -> float:
+        p = np.exp((start + t * (end - start)).numpy())
+        return float(np.log((p / p.sum(1, keepdims=True))[np.arange(25), targets.numpy()]).sum())
+
+    ways = np.linspace(0, 1, len(WAYS))
+    weights = np.exp(np.array([likely(t) for t in ways]) - likely(0))
+    expected = (weights * ways).sum() / weights.sum()
+    assert 0.05 < expected < 0.95
+    assert share(held(start, targets), held(end, targets)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_where_all_shares_are_as_likely_the_mean_goes_half_of_the_way() -> None:
+    start = torch.tensor([[1.0, 0.0]], dtype=torch.float64).repeat(200, 1)
+    targets = torch.zeros(200, dtype=torch.int64)
+    assert share(held(start, targets), held(start, targets)) == pytest.approx(0.5, rel=1e-9)
+    away = torch.tensor([4.0, 0.0], dtype=torch.float64)
+    assert share(held(start, targets), held(start - away, targets)) < 0.01
+    assert share(held(start - away, targets), held(start, targets)) > 0.94
 
 
 def test_the_factor_on_the_covariance_is_averaged_over_what_targets_say() -> None:
@@ -149,6 +156,7 @@ def test_only_classes_of_which_rows_were_kept_apart_are_shifted(monkeypatch: pyt
     found = train(x, y, "classification", spec, **options)
     assert found.shift is not None
     assert "22" in found.laplace.choices[0], "says how many rows were kept apart"
+    assert "% of the way from the trained weights" in found.laplace.choices[0]
     assert found.laplace.n_data == 90
     alone = train(x, y, "classification", spec, apart=False, **options)
     assert alone.shift is None
@@ -160,13 +168,6 @@ def test_only_classes_of_which_rows_were_kept_apart_are_shifted(monkeypatch: pyt
     assert large.shift is None
     for one, other in zip(found.model.parameters(), large.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_where_rows_kept_apart_prefer_the_weights_the_mean_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shifts, "share", lambda before, after: 0.0)
-    found = train(*spots(), "classification", Spec(2, 2, width=4), seed=0, epochs=4)
-    assert found.shift is None
-    assert "trained weights" in found.laplace.choices[0]
 
 
 # -- in a fitted table ----------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
     theta*    the mode of the network linearised at theta~, for all rows (`lapwing.evidence.linear_mode`)
     mean      theta~ + t (theta* - theta~), with outputs f(x) + t J(x) (theta* - theta~)
 
-`learnt` gives t (theta* - theta~), a vector [P]. The share t of the way is one, unless rows kept apart prefer less of
-the way to the mode of the other rows: where training stops early, the network may not be linear as far as its mode.
+`learnt` gives t (theta* - theta~), a vector [P]. The share t of the way is what rows kept apart make of the way to the
+mode of the other rows: where training stops early, the network may not be linear as far as its mode.
 Cost: two convex problems, each of some ten passes over the rows with the full matrix, sixty with Kronecker factors.
 """
 
@@ -21,10 +21,8 @@ from lapwing.laplace import BaseLaplace
 from lapwing.laplace.calibration import HeldOut, averaged, gathered, scale
 from lapwing.tables.stretch import Pair, batches
 
-WAYS = 1.0, 0.75, 0.5, 0.25, 0.0
-"""Shares of the way to the mode that are tried."""
-GAIN = 1.0
-"""Log-likelihood that a share below one must gain over it, on the rows kept apart: it is one number (Akaike's rule)."""
+WAYS = torch.linspace(0, 1, 21, dtype=torch.float64)
+"""Shares of the way to the mode, as likely as each other before rows are looked at."""
 TOLERANCE = 1e-3
 """Relative residual of a mode: what is left moves logits by far less than rows do."""
 ROWS = 50_000
@@ -47,7 +45,7 @@ def learnt(
     scale(la, averaged(replace(after, value=torch.lerp(before.value, after.value, way))))
     rows = torch.cat([seen[0], apart[0]]), torch.cat([seen[1], apart[1]])
     la.fit(batches(*rows), generator=generator)
-    return way * to_mode(la, rows) if way else torch.zeros_like(mode), way
+    return way * to_mode(la, rows), way
 
 
 def to_mode(la: BaseLaplace, rows: Pair) -> Float[Tensor, " params"]:
@@ -56,7 +54,10 @@ def to_mode(la: BaseLaplace, rows: Pair) -> Float[Tensor, " params"]:
 
 
 def share(before: HeldOut, after: HeldOut) -> float:
-    """The way t from outputs `before` to outputs `after` under which targets are likely; one unless less is better."""
-    totals = [float(replace(before, value=torch.lerp(before.value, after.value, t)).log_prob(0.0).sum()) for t in WAYS]
-    best = max(range(len(WAYS)), key=totals.__getitem__)
-    return WAYS[best] if totals[best] - totals[0] > GAIN else WAYS[0]
+    """The share t of the way from outputs `before` to outputs `after`, as targets know it: E[t], with t uniform.
+
+    As for the scale of the covariance (`averaged`): where many shares are about as likely, one in their middle. The
+    loss is convex in outputs: half of the way has at least half of what the whole of it gains, at a smaller risk.
+    """
+    ways = [replace(before, value=torch.lerp(before.value, after.value, t)) for t in WAYS.tolist()]
+    return float(torch.stack([way.log_prob(0.0).sum() for way in ways]).softmax(0) @ WAYS)

@@ -166,7 +166,7 @@ class _Fitted:
         if held_out is not None and run.task == "classification" and len(rows[0]) <= ROWS:
             shift, way = learnt(laplace, (run.x, run.y), held_out, run.generator)
             laplace.choices = (_moved(way, len(held_out[0])),)
-            return Trained(run.model, laplace, shift if way else None)
+            return Trained(run.model, laplace, shift)
         if held_out is not None:
             calibrate(laplace, batches(*held_out))
         elif run.task == "regression" and laplace.structure == "full":
@@ -241,11 +241,9 @@ def _first(run: TableTraining, epochs: int, clock: Clock) -> Best:
 
 
 def _moved(way: float, apart: int) -> str:
-    if not way:
-        return f"The probabilities are those at the trained weights: {apart:,} rows kept apart prefer them."
-    part = "" if way == 1 else f"{way:.0%} of the way to "
     return (
-        f"The probabilities are those at {part}the linear mode of all rows, {apart:,} kept apart in training included."
+        f"The probabilities are those {way:.0%} of the way from the trained weights to the linear mode of all rows, "
+        f"{apart:,} kept apart in training included."
     )
 
 
