@@ -19,7 +19,7 @@ from lapwing.linalg import Dense
 from lapwing.params import ParamSpace
 from lapwing.priors import Prior
 from lapwing.tangent import Tangent
-from lapwing.training import GaussNewton, Step
+from lapwing.training import GaussNewton, Step, gauss_newton
 from lapwing.training.damping import RAISED, Damping
 from lapwing.training.quadratic import Here, Penalty, Plan
 from oracle import ggn
@@ -123,7 +123,8 @@ def test_a_previous_posterior_joins_any_structure(structure: str) -> None:
     gradient = gradient + precision @ (here.theta - prior.mean)
     torch.testing.assert_close(here.gradient, gradient, rtol=1e-9, atol=1e-12)
     matrix = optimiser._curvature[0].dense() / 24 + precision + 0.3 * torch.eye(16).double()
-    direction = optimiser._direction(here, 0.3)
+    vector, unit = optimiser._direction(here, 0.3)
+    direction = unit * vector
     torch.testing.assert_close(direction, -torch.linalg.solve(matrix, gradient), rtol=1e-9, atol=1e-12)
     exact = ggn(model, Gaussian(), X, Y) / 24 + precision
     bends = here.bends(torch.stack([direction, gradient]))
@@ -472,6 +473,35 @@ def test_without_verification_the_loss_behind_is_seen_when_tau_is_due() -> None:
 
 
 # -- likelihoods and networks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_steps_that_nobody_looks_behind_go_where_others_go(part: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are moved in place, with momentum, end where a verified step leads; also some entries alone."""
+    found = []
+    for far, verify in ((gauss_newton.FAR, False), (0.0, False), (gauss_newton.FAR, True)):
+        monkeypatch.setattr(gauss_newton, "FAR", far)
+        model = network()
+        space = ParamSpace.of(model)
+        chosen = space.select(mask=torch.arange(space.size) % 3 > 0) if part else space
+        options: dict[str, Any] = {"structure": "full" if part else "kron", "estimator": "exact", "momentum": True}
+        optimiser = GaussNewton(model, Gaussian(), space=chosen, verify=verify, tau=1.0, zeta=1.0, **options)
+        steps = [optimiser.step(X, Y) for _ in range(7)]
+        assert all(step.accepted and step.length > 0 for step in steps)
+        assert [step.after == step.after for step in steps] == [verify or n == 4 for n in range(7)]
+        found.append((weights(model), torch.tensor([step.length for step in steps])))
+    for other in found[1:]:
+        torch.testing.assert_close(found[0][0], other[0], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found[0][1], other[1], rtol=1e-9, atol=0)
+
+
+def test_a_step_of_no_finite_length_is_not_taken_unseen() -> None:
+    model = network()
+    optimiser = GaussNewton(model, Gaussian(), structure="full", estimator="exact", verify=False, tau=1.0, zeta=1.0)
+    before = weights(model).clone()
+    optimiser._direction = lambda here, zeta: (here.gradient * torch.inf, 1.0)
+    assert not optimiser.step(X, Y).accepted
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
 
 
 def test_the_mixture_of_bernoullis_trains_also_from_a_function() -> None:

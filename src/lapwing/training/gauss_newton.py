@@ -60,6 +60,8 @@ FIRST = tuple(10.0**-k for k in range(7))
 """Dampings that the first step tries, in units of the curvature along the gradient."""
 FARTHEST = 3
 """Powers of ten that zeta may move when it is looked for far and wide: at steps 1, 2, 4, 8, ..., if nobody gave it."""
+FAR = 1e30
+"""No weight of a step that nobody looks behind moves as far: beyond, it may not be finite."""
 NEARLY = 0.999
 """The share of the best promise that a larger zeta has to reach to be preferred."""
 ENOUGH = 0.9
@@ -212,20 +214,22 @@ class GaussNewton(torch.optim.Optimizer):
             points = share * before[1] + (1 - share) * points
         self._curvature, self._precision = (new, points), None
 
-    def _direction(self, here: Here, zeta: float) -> Float[Tensor, " params"]:
+    def _direction(self, here: Here, zeta: float) -> tuple[Float[Tensor, " params"], float]:
+        """A vector v and a number u with d = u v: the quadratic finds its own length, and d is not formed."""
         assert self._curvature is not None
         curvature, points = self._curvature
         if self._precision is None or self._precision[0] != zeta:
             if self._joined is None or self._joined[0] is not curvature:  # kept: it may hold its decomposition
                 self._joined = curvature, self.penalty.joined(curvature, points)
             self._precision = zeta, self._joined[1].with_prior(points * (self.penalty.decay + zeta))
-        return self._precision[1].solve(here.gradient).mul_(-points)
+        return self._precision[1].solve(here.gradient), -points
 
     def _plan(self, here: Here, zeta: float) -> Plan:
-        directions = self._direction(here, zeta).unsqueeze(0)
+        direction, unit = self._direction(here, zeta)
+        directions = direction.unsqueeze(0)
         if self.momentum and self._last is not None:
             directions = torch.cat([directions, self._last.unsqueeze(0)])
-        return Plan.of(here, directions, zeta)
+        return Plan.of(here, directions, zeta, unit)
 
     def _first(self, here: Here) -> None:
         """Damping to begin with: the largest whose step lowers the loss nearly as much as the best of those tried.
@@ -301,22 +305,25 @@ class GaussNewton(torch.optim.Optimizer):
         else:
             plan = self._plan(here, self.damping.of_curvature)
         due = (self.number + 1) % self.damping.tau_every == 0
-        slack = 8 * torch.finfo(here.theta.dtype).eps * abs(here.value)
+        slack = 8 * torch.finfo(self.tangent.space.dtype).eps * abs(here.value)
         refused, after, accepted, length, promised = 0, nan, False, 0.0, 0.0
         before = self.damping
         while not accepted and refused <= TRIES:
             coefficients, promised = plan.best(self.damping.tau)
-            there = plan.moved(here.theta, coefficients)
-            if torch.equal(there, here.theta):  # too short to change a weight, or zero
+            if not (self.verify or due) and -inf < promised < -slack and plan.reach(coefficients) < FAR:
+                self._advance(plan, coefficients)  # nobody looks at the loss there: one pass over the weights
+                accepted = True
+            elif torch.equal(there := plan.moved(here.theta, coefficients), here.theta):  # too short, or zero
                 break
-            if isfinite(promised) and all_finite(there):
-                length = float(coefficients[0])
+            elif isfinite(promised) and all_finite(there):
                 after = here.loss(there) if self.verify or due else nan
-                accepted = after != after if not (self.verify or due) else after <= here.value + slack
+                accepted = after <= here.value + slack or not (self.verify or due)
                 if accepted:
                     self._write(there)
-                    self._last = plan.step(coefficients) if self.momentum else None
-                    break
+            if accepted:
+                length = float(coefficients[0]) / plan.unit
+                self._last = plan.step(coefficients) if self.momentum else None
+                break
             along = float(plan.bends[0, 0] / plan.norms[0, 0]) if float(plan.norms[0, 0]) else 0.0
             self.damping = self.damping.after_refusal(refused, along)
             refused += 1
@@ -346,6 +353,13 @@ class GaussNewton(torch.optim.Optimizer):
         parameters = self.tangent.parameters
         for name, value in self.tangent.tensors(theta).items():
             parameters[name].copy_(value)
+
+    def _advance(self, plan: Plan, coefficients: Float[Tensor, " k"]) -> None:
+        """`_write` of `plan.moved`, in place."""
+        parameters = self.tangent.parameters
+        for direction, coefficient in zip(plan.directions, coefficients.tolist(), strict=True):
+            for name, part in self.tangent.space.unravel(direction).items():
+                parameters[name].add_(part, alpha=coefficient)
 
     # -- a run -----------------------------------------------------------------------------------------------------
 

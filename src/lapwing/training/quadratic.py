@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, isfinite
 from typing import Any
 
@@ -51,8 +52,13 @@ class Penalty:
         decay = (float(precision) if precision.dim() == 0 else precision) / points
         return Penalty(decay, prior.mean, prior.curvature * (1 / points) if isinstance(prior, Gaussian) else None)
 
+    @property
+    def nothing(self) -> bool:
+        """Whether it is zero at all weights."""
+        return isinstance(self.decay, float) and not self.decay and self.curvature is None
+
     def value(self, theta: Tensor) -> float:
-        if isinstance(self.decay, float) and not self.decay and self.curvature is None:
+        if self.nothing:
             return 0.0
         away = theta - self.mean
         found = float((self.decay * away.double() * away.double()).sum())
@@ -95,7 +101,6 @@ class Here:
     penalty: Penalty
     batches: Sequence[Pair]
     points: int
-    theta: Float[Tensor, " params"]
     value: float
     gradient: Float[Tensor, " params"]
     norm: float
@@ -105,7 +110,6 @@ class Here:
     @staticmethod
     def of(tangent: Tangent, likelihood: Likelihood, penalty: Penalty, batches: Sequence[Pair]) -> Here:
         """One forward and one backward pass over the batches."""
-        theta = tangent.space.values(tangent.model)
         points = sum(batch_size(x) for x, _ in batches)
         total, gradient, kept = 0.0, None, None
         for number, (x, y) in enumerate(batches):
@@ -116,26 +120,23 @@ class Here:
             gradient = part if gradient is None else gradient + part
             kept = each, y
         assert gradient is not None, "there is at least one batch"
-        gradient = penalty.added_to(gradient, theta)
+        value = total / points
+        if not penalty.nothing:
+            theta = tangent.space.values(tangent.model)
+            gradient, value = penalty.added_to(gradient, theta), value + penalty.value(theta)
         norm = float(gradient.norm())
         if not (isfinite(norm) or all_finite(gradient)):
             raise DataError(
                 "the gradient of the loss holds NaN or infinite entries; expected finite ones. Check the data and the "
                 "model at these weights."
             )
-        value = total / points + penalty.value(theta)
-        return Here(
-            tangent,
-            likelihood,
-            penalty,
-            batches,
-            points,
-            theta,
-            value,
-            gradient,
-            norm,
-            kept if len(batches) == 1 else None,
-        )
+        single = kept if len(batches) == 1 else None
+        return Here(tangent, likelihood, penalty, batches, points, value, gradient, norm, single)
+
+    @cached_property
+    def theta(self) -> Float[Tensor, " params"]:
+        """The weights as they are when this is first asked for: a copy that not every step needs."""
+        return self.tangent.space.values(self.tangent.model)
 
     def slopes(self, directions: Float[Tensor, "k params"]) -> Float[Tensor, " k"]:
         return products(directions, self.gradient.unsqueeze(0)).squeeze(1)
@@ -178,11 +179,13 @@ class Plan:
     bends: Float[Tensor, "k k"]
     norms: Float[Tensor, "k k"]
     zeta: float
+    unit: float = 1.0
+    """What the first direction is to be multiplied by before a coefficient is called the length of the step."""
 
     @staticmethod
-    def of(here: Here, directions: Float[Tensor, "k params"], zeta: float) -> Plan:
+    def of(here: Here, directions: Float[Tensor, "k params"], zeta: float, unit: float = 1.0) -> Plan:
         norms = products(directions, directions)
-        return Plan(directions, here.slopes(directions), here.bends(directions), norms, zeta)
+        return Plan(directions, here.slopes(directions), here.bends(directions), norms, zeta, unit)
 
     def best(self, tau: float) -> tuple[Float[Tensor, " k"], float]:
         """Coefficients of the directions that minimise q, and q there without its constant; infinite where none do."""
@@ -200,6 +203,10 @@ class Plan:
         for direction, coefficient in zip(self.directions, coefficients.tolist(), strict=True):
             theta = torch.add(theta, direction, alpha=coefficient)
         return theta
+
+    def reach(self, coefficients: Float[Tensor, " k"]) -> float:
+        """No weight moves farther than this; NaN where directions are not finite."""
+        return float(coefficients.abs() @ self.norms.diagonal().sqrt())
 
     def step(self, coefficients: Float[Tensor, " k"]) -> Float[Tensor, " params"]:
         """So much of every direction: what `moved` adds, before rounding to theta's."""
