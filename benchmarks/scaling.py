@@ -135,7 +135,12 @@ def measured(name: str, axis: str, threads: int, limit: float, memory: float, la
                 break
         sizes = json.dumps(BASE | {axis: value})
         command = [sys.executable, __file__, "--child", name, sizes, "--threads", str(threads)]
-        ended = subprocess.run(command, capture_output=True, text=True)
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * limit)
+        except subprocess.TimeoutExpired:
+            rows.append({"at": value, "left_out": f"time: more than {2 * limit:.0f} s"})
+            print(f"{axis:8} {value:>11,} {name:20} left out: more than {2 * limit:.0f} s", flush=True)
+            break
         if ended.returncode:
             said = ended.stderr.strip().splitlines()[-1:] or [f"ended with {ended.returncode}"]
             rows.append({"at": value, "failed": said[0]})
