@@ -21,6 +21,7 @@ import jaxtyping
 
 _jaxtyped: Any = jaxtyping.jaxtyped
 _config = jaxtyping.config
+_context = _jaxtyped("context")  # it holds nothing: one serves calls inside calls, in any thread
 
 Look = Callable[..., object]
 
@@ -53,7 +54,7 @@ def _checked(function: Any, typechecker: Any) -> Any:
         if _config.jaxtyping_disable:
             return function(*args, **kwargs)
         before, after = looks.made or looks.make(function)
-        with _jaxtyped("context"):
+        with _context:
             if before is not None:
                 try:
                     before(*args, **kwargs)
