@@ -80,9 +80,12 @@ def generator() -> torch.Generator:
 
 @pytest.fixture(autouse=True)
 def _global_state(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start every test from the same global generator; give the default dtype and the check of shapes back after it."""
+    """Start every test from the same global generator; give the default dtype and the check of shapes back after it.
+
+    The generator itself, as `torch.manual_seed` formats the stack to remember who asked, for each device that may come.
+    """
     dtype = torch.get_default_dtype()
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     jaxtyping.config.update("jaxtyping_disable", not request.node.stash[SHAPES])
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
