@@ -5,7 +5,7 @@ file is read; `shape_check.py` looks at arguments and values as jaxtyping would.
 hundredth case of a test meets the annotations of its first: the check is on for tests without cases, for the first two
 cases of the others and every sixteenth after them, and for all with `--shapes=all`. Tests of tables, reports and the
 command line run the library whole, many calls of the same: every fourth of them is checked, and none that is marked
-`long`.
+`long`. Cases marked `mistyped` are never checked: they are about what the library itself says.
 
 Randomness that a test is about arrives as a `torch.Generator` with its seed in the test; the global generator is reset
 before each test only because `torch.nn` initialises weights from it.
@@ -29,6 +29,7 @@ torch.set_num_threads(int(os.environ.get("LAPWING_TEST_THREADS", "1")))
 
 
 jaxtyping.jaxtyped = shape_check.jaxtyped  # pyright: ignore[reportAttributeAccessIssue]
+collect_ignore = ["shape_check.py"]  # which has to be imported once, before that
 
 SHAPES = pytest.StashKey[bool]()
 """Whether the shapes of a test are checked."""
@@ -68,7 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         some = cases[test] < 2 or cases[test] % 16 == 0
         if folder in WHOLE_RUNS:
             some = some and cases[folder] % 4 == 0
-        item.stash[SHAPES] = every or (some and item.get_closest_marker("long") is None)
+        some = every or (some and item.get_closest_marker("long") is None)
+        item.stash[SHAPES] = some and item.get_closest_marker("mistyped") is None
         cases.update((test, folder))
 
 
