@@ -1,10 +1,11 @@
 """Settings of the whole suite: one thread (or LAPWING_TEST_THREADS), and no state that one test leaves to the next.
 
 Shapes are checked because `pyproject.toml` passes `--jaxtyping-packages`, which instruments `lapwing` before this
-file is read. To check every call takes two fifths of the suite's time, and the hundredth case of a test meets the
-annotations of its first: the check is on for tests without cases, for the first two cases of the others and every
-sixteenth after them, and for all with `--shapes=all`. Tests of tables, reports and the command line run the library
-whole, many calls of the same: every fourth of them is checked, and none that is marked `long`.
+file is read; `shape_check.py` looks at arguments and values as jaxtyping would. To check every call takes long, and the
+hundredth case of a test meets the annotations of its first: the check is on for tests without cases, for the first two
+cases of the others and every sixteenth after them, and for all with `--shapes=all`. Tests of tables, reports and the
+command line run the library whole, many calls of the same: every fourth of them is checked, and none that is marked
+`long`. Cases marked `mistyped` are never checked: they are about what the library itself says.
 
 Randomness that a test is about arrives as a `torch.Generator` with its seed in the test; the global generator is reset
 before each test only because `torch.nn` initialises weights from it.
@@ -12,33 +13,23 @@ before each test only because `torch.nn` initialises weights from it.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import jaxtyping
 import pytest
 import torch
 
+import shape_check
+
 # tensors of a few entries: on two busy cores, two threads took four times as long as one
 torch.set_num_threads(int(os.environ.get("LAPWING_TEST_THREADS", "1")))
 
 
-_jaxtyped: Any = jaxtyping.jaxtyped
-
-
-def _jaxtyped_unless_off(*function: Any, typechecker: Any) -> Any:
-    """Leaves functions that are defined inside others as they are while the check is off: each takes a millisecond."""
-    if not function:
-        return partial(_jaxtyped_unless_off, typechecker=typechecker)
-    if jaxtyping.config.jaxtyping_disable and "<locals>" in function[0].__qualname__:
-        return function[0]
-    return _jaxtyped(*function, typechecker=typechecker)
-
-
-jaxtyping.jaxtyped = _jaxtyped_unless_off
+jaxtyping.jaxtyped = shape_check.jaxtyped  # pyright: ignore[reportAttributeAccessIssue]
+collect_ignore = ["shape_check.py"]  # which has to be imported once, before that
 
 SHAPES = pytest.StashKey[bool]()
 """Whether the shapes of a test are checked."""
@@ -50,6 +41,17 @@ WHOLE_RUNS = ("cli", "reporting", "tables")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shapes", choices=("some", "all"), default="some", help="tests whose every call is checked")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and cases stay to the end: to look for garbage among them took a quarter of the time of collecting."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,7 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         some = cases[test] < 2 or cases[test] % 16 == 0
         if folder in WHOLE_RUNS:
             some = some and cases[folder] % 4 == 0
-        item.stash[SHAPES] = every or (some and item.get_closest_marker("long") is None)
+        some = every or (some and item.get_closest_marker("long") is None)
+        item.stash[SHAPES] = some and item.get_closest_marker("mistyped") is None
         cases.update((test, folder))
 
 
@@ -79,9 +82,12 @@ def generator() -> torch.Generator:
 
 @pytest.fixture(autouse=True)
 def _global_state(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start every test from the same global generator; give the default dtype and the check of shapes back after it."""
+    """Start every test from the same global generator; give the default dtype and the check of shapes back after it.
+
+    The generator itself, as `torch.manual_seed` formats the stack to remember who asked, for each device that may come.
+    """
     dtype = torch.get_default_dtype()
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     jaxtyping.config.update("jaxtyping_disable", not request.node.stash[SHAPES])
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

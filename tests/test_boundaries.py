@@ -51,12 +51,16 @@ HALF = torch.tensor([[0.5, 0.5]])
 
 @dataclass(frozen=True)
 class Boundary:
-    """`call` takes every value of `taken` and refuses every value of `refused` with an error of the library."""
+    """`call` takes every value of `taken` and refuses every value of `refused` with an error of the library.
+
+    And so those of `mistyped`, which annotations rule out as well.
+    """
 
     name: str
     call: Callable[[Any], Any]
     taken: tuple[Any, ...]
     refused: tuple[Any, ...]
+    mistyped: tuple[Any, ...] = ()
 
 
 def network() -> nn.Sequential:
@@ -131,11 +135,17 @@ BOUNDARIES = (
         (-1,),
     ),
     Boundary(
-        "prior precision of a posterior", lambda p: checked_precision(p, PLACE), (0.0,), (-SMALL, inf, nan, [], [[1.0]])
+        "prior precision of a posterior",
+        lambda p: checked_precision(p, PLACE),
+        (0.0,),
+        (-SMALL, inf, nan),
+        ([], [[1.0]]),
     ),
-    Boundary("sigma of a posterior", lambda s: checked_noise(s, PLACE, True), (SMALL, [2.0]), (0.0, inf, nan, [[2.0]])),
+    Boundary(
+        "sigma of a posterior", lambda s: checked_noise(s, PLACE, True), (SMALL, [2.0]), (0.0, inf, nan), ([[2.0]],)
+    ),
     Boundary("sigma where there is none", lambda s: checked_noise(s, PLACE, False), (1.0,), (ALMOST, 2.0)),
-    Boundary("temperature", lambda t: checked_temperature(t, PLACE), (SMALL,), (0.0, inf, nan, [1.0, 2.0])),
+    Boundary("temperature", lambda t: checked_temperature(t, PLACE), (SMALL,), (0.0, inf, nan), ([1.0, 2.0],)),
     Boundary("sigma of a likelihood", Gaussian, (SMALL,), (0.0, inf, nan, torch.ones(1, 1), torch.ones(0))),
     Boundary("sigma to train from", lambda s: starting_noise(Gaussian(), s, SPACE, False), (SMALL,), (0.0, inf, nan)),
     Boundary("sigma of classes", lambda s: starting_noise(Categorical(), s, SPACE, False), (None, 1.0), (0.5, 2.0)),
@@ -166,14 +176,14 @@ BOUNDARIES = (
     Boundary("rate of SWAG", lambda r: swag(lr=r), (SMALL,), (0.0, inf, nan)),
     Boundary("momentum of SWAG", lambda m: swag(momentum=m), (0.0, 0.99), (-0.1, 1.0, nan)),
     Boundary("decay of SWAG", lambda d: swag(decay=d), (0.0, 0.1), (-SMALL, inf, nan)),
-    Boundary("last layers", lambda n: last_layers(SPACE, network(), data()[0][0], n), (1, 2), (0, True, 1.0)),
+    Boundary("last layers", lambda n: last_layers(SPACE, network(), data()[0][0], n), (1, 2), (0, True), (1.0,)),
     Boundary("damping of directions", lambda d: align(damping=d), (1e-3,), (0.0, inf, nan)),
     Boundary("tolerance of directions", lambda t: align(damping=1.0, tolerance=t), (1e-9, ALMOST), (0.0, 1.0, nan)),
     Boundary("iterations of directions", lambda n: align(damping=1.0, iterations=n), (1,), (0,)),
     Boundary(
-        "rows of attach", lambda n: lapwing.attach(network(), data(), "regression", rows=n), (0, 1), (-1, True, 1.0)
+        "rows of attach", lambda n: lapwing.attach(network(), data(), "regression", rows=n), (0, 1), (-1, True), (1.0,)
     ),
-    Boundary("passes of a linear mode", lambda n: linear_mode(max_passes=n), (5,), (4, True, 5.0)),
+    Boundary("passes of a linear mode", lambda n: linear_mode(max_passes=n), (5,), (4, True), (5.0,)),
     Boundary("tolerance of a linear mode", lambda t: linear_mode(tolerance=t), (1e-6, ALMOST, None), (0.0, 1.0, nan)),
     Boundary("n_subset", lambda n: Laplace(network(), "regression", "all", "gp", n_subset=n), (1, None), (0,)),
     Boundary(
@@ -186,7 +196,11 @@ BOUNDARIES = (
     Boundary("ends of a grid", lambda high: Exponents(0, high, 3), (0, 1), (-1e-9, nan)),
     Boundary("base of a grid", lambda base: Exponents(0, 1, 3, base), (SMALL, ALMOST, 2), (0.0, 1.0, inf, nan)),
     Boundary(
-        "first precision", lambda p: starting_precision(SPACE, "scalar", p), (SMALL,), (0.0, -1.0, inf, nan, [1.0, 2.0])
+        "first precision",
+        lambda p: starting_precision(SPACE, "scalar", p),
+        (SMALL,),
+        (0.0, -1.0, inf, nan),
+        ([1.0, 2.0],),
     ),
     Boundary("counts of points", lambda n: check_counts([n], 5), (SMALL,), (0.0, -1.0, inf)),
     Boundary("points behind counts", lambda n: check_counts([1.0], n), (1,), (0,)),
@@ -260,7 +274,13 @@ BOUNDARIES = (
 
 @pytest.mark.parametrize(
     ("boundary", "value"),
-    [pytest.param(each, value, id=f"{each.name}-{value}") for each in BOUNDARIES for value in each.taken],
+    [
+        pytest.param(
+            each, value, id=f"{each.name}-{value}", marks=pytest.mark.mistyped if isinstance(value, list) else ()
+        )
+        for each in BOUNDARIES
+        for value in each.taken
+    ],
 )
 def test_the_last_number_on_this_side_is_taken(boundary: Boundary, value: Any) -> None:
     boundary.call(value)
@@ -268,7 +288,12 @@ def test_the_last_number_on_this_side_is_taken(boundary: Boundary, value: Any) -
 
 @pytest.mark.parametrize(
     ("boundary", "value"),
-    [pytest.param(each, value, id=f"{each.name}-{value}") for each in BOUNDARIES for value in each.refused],
+    [
+        pytest.param(each, value, id=f"{each.name}-{value}", marks=marks)
+        for each in BOUNDARIES
+        for values, marks in ((each.refused, ()), (each.mistyped, pytest.mark.mistyped))
+        for value in values
+    ],
 )
 def test_the_first_number_on_the_other_side_is_refused(boundary: Boundary, value: Any) -> None:
     with pytest.raises(LapwingError):

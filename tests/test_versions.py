@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -53,12 +54,26 @@ def test_the_pinned_versions_are_within_the_claims() -> None:
         assert pins[name] >= lowest, f"{name}: constraints.txt has {pins[name]}, below the claim {lowest}"
 
 
+@cache
+def modules_of() -> dict[str, list[str]]:
+    """Names of modules by the package that brings them."""
+    found: dict[str, list[str]] = {}
+    for module, owners in packages_distributions().items():
+        for owner in owners:
+            found.setdefault(owner, []).append(module)
+    return found
+
+
+@cache
+def text_of(file: Path) -> str:
+    return file.read_text()
+
+
 @pytest.mark.parametrize("name", sorted(set(claims()) - TOOLS))
 def test_every_package_that_is_asked_for_is_imported(name: str) -> None:
-    modules = [module for module, owners in packages_distributions().items() if name in owners]
-    names = "|".join(map(re.escape, [*modules, name.replace("-", "_")]))
+    names = "|".join(map(re.escape, [*modules_of().get(name, []), name.replace("-", "_")]))
     wanted = BEHIND.get(name) or rf"^\s*(import|from) ({names})\b|--jaxtyping-packages=.*\b({names})\."
     files = [*ROOT.glob("src/**/*.py")]
     if not any(claim.startswith(f"{name}>=") for claim in PROJECT["dependencies"]):  # the library itself needs those
         files += [*ROOT.glob("tests/**/*.py"), ROOT / "pyproject.toml"]
-    assert any(re.search(wanted, file.read_text(), re.MULTILINE) for file in files), f"nobody imports {name}"
+    assert any(re.search(wanted, text_of(file), re.MULTILINE) for file in files), f"nobody imports {name}"

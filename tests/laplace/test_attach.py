@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lapwing
 from lapwing import FullLaplace, KronLaplace, Laplace, attach
-from lapwing.errors import DataError, LapwingWarning, OptionError, ParameterError, UnsupportedOperationError
+from lapwing.errors import DataError, LapwingWarning, ModelError, OptionError, ParameterError, UnsupportedOperationError
 from lapwing.laplace.calibration import COVARIANCE, calibrate
 from lapwing.laplace.factory import FULL_LIMIT
 from lapwing.likelihoods import Categorical, Gaussian, from_function
@@ -286,23 +288,19 @@ def test_bad_input_is_named() -> None:
         attach(network(), regression(40, 0), "regression", structure="fll")
 
 
-def test_what_is_no_module_is_named_with_the_one_inside() -> None:
-    """In a process of its own, as here types are checked before the library does it."""
-    code = """
-import lapwing, torch
-class Skorch:
-    module_ = torch.nn.Linear(2, 3)
-for make in (lambda: lapwing.attach(Skorch(), [], "classification"), lambda: lapwing.Laplace(3, "classification")):
-    try:
-        make()
-    except lapwing.errors.ModelError as error:
-        print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout.splitlines() == [
-        "the model is a Skorch; expected a torch.nn.Module. Give its module_, which is one.",
-        "the model is a int; expected a torch.nn.Module. Give the network itself.",
-    ], done.stderr
+def test_what_is_no_module_is_named_with_the_one_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+
+    class Skorch:
+        module_ = nn.Linear(2, 3)
+
+    given: list[Any] = [Skorch(), 3]
+    with pytest.raises(ModelError) as first:
+        lapwing.attach(given[0], [], "classification")
+    assert str(first.value) == "the model is a Skorch; expected a torch.nn.Module. Give its module_, which is one."
+    with pytest.raises(ModelError) as second:
+        lapwing.Laplace(given[1], "classification")
+    assert str(second.value) == "the model is a int; expected a torch.nn.Module. Give the network itself."
 
 
 def test_probabilities_are_not_taken_for_logits() -> None:

@@ -242,7 +242,7 @@ def test_a_variance_of_every_one_of_many_weights_is_refused() -> None:
         ({"probes": 1}, "probes is 1; expected a whole number >= 2"),
         ({"steps": 0}, "steps is 0; expected"),
         ({"block": 0}, "block is 0; expected"),
-        ({"probes": 2.5}, "probes is 2.5; expected"),
+        pytest.param({"probes": 2.5}, "probes is 2.5; expected", marks=pytest.mark.mistyped),
     ],
 )
 def test_efforts_that_are_none_are_refused(options: dict, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,14 @@ from mutation.run import main, mutated
 TESTS = Path(__file__).parents[1]
 
 
+@cache
+def parsed(file: str) -> str:
+    return ast.dump(ast.parse((TESTS.parent / "src" / "lapwing" / file).read_text(encoding="utf-8")))
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_applies(mutant: Mutant) -> None:
-    whole = (TESTS.parent / "src" / "lapwing" / mutant.file).read_text(encoding="utf-8")
-    assert ast.dump(ast.parse(mutated(mutant))) != ast.dump(ast.parse(whole))
+    assert ast.dump(ast.parse(mutated(mutant))) != parsed(mutant.file)
     assert mutant.tests
     for name in mutant.tests:
         assert (TESTS / name).exists(), name

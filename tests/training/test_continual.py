@@ -496,7 +496,7 @@ def test_numbers_that_are_not_finite_name_epoch_and_batch_and_leave_the_model_al
         ({"method": "si", "structure": "full"}, "one number per weight"),
         ({"method": "ewc", "terms": "nearest"}, "around weights of its own"),
         ({"method": "si", "epsilon": 0.0}, "epsilon is 0.0"),
-        ({"heads": 3}, "heads is a int"),
+        pytest.param({"heads": 3}, "heads is a int", marks=pytest.mark.mistyped),
         ({"heads": []}, "heads is a list"),
     ],
 )
@@ -823,7 +823,7 @@ def test_what_is_ones_own_is_given_again(tmp_path: Path) -> None:
         Continual(network(), "classification", structure=structure, options={"sharing": "expand"})
 
 
-@pytest.mark.parametrize("value", [float("inf"), True, "1", -1])
+@pytest.mark.parametrize("value", [float("inf"), True, pytest.param("1", marks=pytest.mark.mistyped), -1])
 def test_precisions_that_are_no_numbers_are_refused(value: Any) -> None:
     with pytest.raises(OptionError, match="expected a finite number >= 0"):
         Continual(network(), "classification", prior_precision=value)
