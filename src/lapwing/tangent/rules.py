@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.tangent.convolution import channels_last, patches, transposed_patches, weight_axes
-from lapwing.tangent.sources import Source
+from lapwing.tangent.sources import Source, unrepeated
 from lapwing.tangent.uses import Broadcast, Contraction, Lookup, Use
 
 
@@ -343,8 +343,9 @@ def elementwise(call: Call) -> Use | None:
     for slot, value in slots:
         if not isinstance(value, Tensor) or (source := call.source(value)) is None:
             continue
+        source, view = unrepeated(source, value.shape)
         if call.function in _PLAIN_SUM and "alpha" not in call.kwargs:
-            terms.append((source, tuple(value.shape), None))
+            terms.append((source, view, None))
             continue
 
         def factor(slot=slot, value=value) -> Tensor:
@@ -357,8 +358,26 @@ def elementwise(call: Call) -> Use | None:
                 out = call.function(*args, **kwargs).sum()
                 return torch.autograd.grad(out, point, create_graph=graph)[0]
 
-        terms.append((source, tuple(value.shape), factor))
+        terms.append((source, view, factor))
     return Broadcast(getattr(call.function, "__name__", "elementwise").strip("_"), terms) if terms else None
+
+
+@rule(torch.cat, torch.concat, torch.concatenate)
+def cat(call: Call) -> Use | None:
+    """Parameters beside data along an axis: a class token, learned prompts."""
+    members, dim = call.bind("tensors", "dim", dim=0)
+    dim = call.kwargs.get("axis", dim)
+    if not isinstance(members, (list, tuple)) or not isinstance(dim, int):
+        return None
+    terms, parts, start, dim = [], [], 0, dim % call.out.dim()
+    for member in members:
+        if member.dim() != call.out.dim():
+            return None  # an empty tensor, which torch leaves out
+        if (source := call.source(member)) is not None:
+            terms.append((*unrepeated(source, member.shape), None))
+            parts.append((dim, start, start + member.shape[dim]))
+        start += member.shape[dim]
+    return Broadcast("cat", terms, parts)
 
 
 # -- lookup ---------------------------------------------------------------------------------------------------------

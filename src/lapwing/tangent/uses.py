@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -163,16 +164,24 @@ def _layout(
 
 @dataclass
 class Broadcast(Use):
-    """y depends on each parameter elementwise: dy = factor * d(parameter viewed as `view`, broadcast to y)."""
+    """y depends on each parameter elementwise: dy = factor * d(parameter viewed as `view`, broadcast to y).
+
+    `parts`, where given, holds (axis, start, stop) for every term: the part of y that it is broadcast to.
+    """
 
     terms: list[tuple[Source, tuple[int, ...], Callable[[], Tensor] | None]]
+    parts: list[tuple[int, int, int] | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parts = self.parts or [None] * len(self.terms)
 
     @property
     def sources(self) -> list[Source]:
         return [source for source, _, _ in self.terms]
 
     def without(self, names: frozenset[str]) -> Broadcast | None:
-        use = replace(self, terms=[term for term in self.terms if not term[0].names <= names])
+        kept = [not term[0].names <= names for term in self.terms]
+        use = replace(self, terms=list(compress(self.terms, kept)), parts=list(compress(self.parts, kept)))
         use.shape, use.edge = self.shape, self.edge
         return use if use.terms else None
 
@@ -185,8 +194,9 @@ class Broadcast(Use):
 
     def pieces(self, grad: Tensor, samples: SampleAxis, dtype: torch.dtype, pull: PullBack) -> list[Piece]:
         out: list[Piece] = []
-        for source, view, factor in self.terms:
-            values = grad.to(dtype)
+        for (source, view, factor), part in zip(self.terms, self.parts, strict=True):
+            values = grad if part is None else grad.narrow(1 + part[0], part[1], part[2] - part[1])
+            values = values.to(dtype)
             if factor is not None:
                 values = values * _held(factor()).to(dtype)
             view = (1,) * (values.dim() - 1 - len(view)) + tuple(view)
@@ -197,9 +207,9 @@ class Broadcast(Use):
         return out
 
     def blocked(self, axis: int) -> bool:
-        for _, view, _ in self.terms:
+        for (_, view, _), part in zip(self.terms, self.parts, strict=True):
             full = (1,) * (len(self.shape) - len(view)) + tuple(view)
-            if full[axis] != 1:
+            if full[axis] != 1 or (part is not None and part[0] == axis):
                 return True
         return False
 
