@@ -47,7 +47,7 @@ def test_a_few_data_points_at_a_time(
 
         return wrapped
 
-    for name in ("patches", "transposed_patches"):
+    for name in ("patches", "transposed_patches", "padded", "spread_out"):
         monkeypatch.setattr(rules, name, listening(getattr(rules, name)))
     tangent, data = Tangent(network()), batch()
 
@@ -60,6 +60,7 @@ def test_a_few_data_points_at_a_time(
     whole, once = found()
     monkeypatch.setattr(rows, "CACHE", 1)
     monkeypatch.setattr(accumulators, "CACHE", 1)
+    monkeypatch.setattr(rules, "CACHE", 1)
     parts, many = found()
     assert set(once) == {POINTS}
     assert set(many) == {1}

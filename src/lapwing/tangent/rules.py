@@ -17,7 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.tangent.convolution import channels_last, patches, transposed_patches, weight_axes
+from lapwing.linalg.budget import CACHE
+from lapwing.tangent.convolution import (
+    as_tuple,
+    channels_last,
+    padded,
+    patches,
+    spread_out,
+    transposed_patches,
+    weight_axes,
+)
+from lapwing.tangent.patch_products import Kernel, patch_products, turned
 from lapwing.tangent.sources import Source, unrepeated
 from lapwing.tangent.uses import Broadcast, Contraction, Lookup, Use
 
@@ -225,7 +235,7 @@ def _convolution(call: Call, dims: int, transposed: bool) -> Use | None:
     if call.source(x) is not None or x.dim() not in (dims + 1, dims + 2):
         return None
     alone = x.dim() == dims + 1  # an input without a batch axis
-    kernel = tuple(weight.shape[2:])
+    kernel, positions = tuple(weight.shape[2:]), tuple(call.out.shape[2:])
 
     def some(ones: bool, which: slice) -> Tensor:
         batch = x.unsqueeze(0) if alone else x[which]
@@ -236,14 +246,29 @@ def _convolution(call: Call, dims: int, transposed: bool) -> Use | None:
     def right(ones: bool) -> Tensor:
         return some(ones, slice(None))
 
+    def images(which: slice) -> Tensor:
+        part, steps = x[which].detach(), as_tuple(dilation, dims)
+        if transposed:
+            return spread_out(part, kernel, stride, padding, extra, steps)
+        return padded(part, padding, kernel, steps)
+
+    def products(ones: bool, like: Tensor, budget: int) -> Tensor | None:
+        steps = (1,) * dims if transposed else as_tuple(stride, dims)
+        meets = Kernel(kernel, steps, as_tuple(dilation, dims), groups, positions)
+        if not 0 < meets.needed(x.shape[1]) <= budget // 4:
+            return None
+        found = patch_products(images, len(x), x.shape[1], meets, ones, like, min(CACHE, budget))
+        return turned(found, kernel, ones) if transposed else found
+
     def left(y: Tensor) -> Tensor:
         return channels_last(y.unsqueeze(1) if alone else y, groups)
 
     split, perm, rows, cols = weight_axes(weight.shape, groups, transposed)
     bias_source = None if bias is None else call.source(bias)
     name = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
-    parts = None if alone else some
-    return Contraction(name, call.source(weight), bias_source, split, perm, groups, rows, cols, right, left, parts)
+    parts, whole = (None, None) if alone else (some, products)
+    source = call.source(weight)
+    return Contraction(name, source, bias_source, split, perm, groups, rows, cols, right, left, parts, whole)
 
 
 for _dims, _conv, _transposed in (

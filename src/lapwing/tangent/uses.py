@@ -87,6 +87,8 @@ class Contraction(Use):
     """y = x w + b in canonical axes. `split` and `perm` bring the weight to [K, O, I].
 
     `some` is `right` for some entries of the first axis of x, where there is one that runs through both.
+    `products` is the sum of right right^T over all positions, like a tensor and within a budget, where that can be had
+    without `right`.
     """
 
     weight: Source | None
@@ -99,6 +101,7 @@ class Contraction(Use):
     right: Callable[[bool], Tensor]
     left: Callable[[Tensor], Tensor]
     some: Callable[[bool, slice], Tensor] | None = None
+    products: Callable[[bool, Tensor, int], Tensor | None] | None = None
 
     @property
     def sources(self) -> list[Source]:
@@ -136,11 +139,16 @@ class Contraction(Use):
             found = _held(self.some(joint, points)).to(dtype)
             return replace(samples, batch=len(found)).split(found, lead=0, features=2)
 
+        def products(budget: int) -> Tensor | None:
+            assert self.products is not None
+            return self.products(joint, left, budget)
+
         if layout is not None and torch.is_grad_enabled():
             pieces: list[Piece] = [OuterRows(layout, left, right())]
         elif layout is not None:
             few = torch.no_grad()(outside_modes(some)) if self.some is not None and samples.plain else None
-            pieces = [OuterRows.late(layout, left, torch.no_grad()(outside_modes(right)), few)]
+            sums = None if self.products is None else torch.no_grad()(outside_modes(products))
+            pieces = [OuterRows.late(layout, left, torch.no_grad()(outside_modes(right)), few, sums)]
         else:
             local = MatrixLayout(0, self.split, self.perm, self.groups, self.rows, self.cols)
             dense = left.new_zeros(*left.shape[:2], prod(self.split))
