@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -293,8 +294,11 @@ def _affine(name: str, call: Call, weight: Tensor | None, bias: Tensor | None, v
     return Broadcast(name, terms)
 
 
+_signature = lru_cache(maxsize=256)(inspect.signature)
+
+
 def _bound(call: Call) -> dict[str, Any]:
-    bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
+    bound = _signature(call.function).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 

@@ -109,6 +109,11 @@ class Contraction(Use):
             return [] if self.bias is None else [self.bias]
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
+    @property
+    def patches(self) -> int:
+        """Entries of `right`, where that is not the input itself."""
+        return 0 if self.some is None else self.shape.numel() // self.rows * self.cols
+
     def without(self, names: frozenset[str]) -> Contraction | None:
         use = replace(self, weight=_dropped(self.weight, names), bias=_dropped(self.bias, names))
         use.shape, use.edge = self.shape, self.edge
