@@ -187,7 +187,7 @@ TANGENT = (
         "tangent/uses.py",
         "grad.narrow(1 + part[0], part[1], part[2] - part[1])",
         "grad.narrow(1 + part[0], 0, part[2] - part[1])",
-        ("tangent/test_adversarial.py",),
+        ("tangent/test_recorder.py",),
     ),
     Mutant(
         "drawn cotangents are drawn for parts of a batch",

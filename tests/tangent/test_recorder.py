@@ -75,7 +75,7 @@ def test_what_is_no_dense_view_is_derived(view) -> None:
 def test_what_is_only_repeated_is_taken_for_what_it_repeats() -> None:
     def body(m, x):
         token = m.token.expand(len(x), -1, -1)
-        return (torch.cat([token, x], 1) + m.place.repeat(len(x), 1, 1)).flatten(1)
+        return (torch.cat([x, token], 1) + m.place.repeat(len(x), 1, 1)).flatten(1)
 
     model = Net(body, token=parameter(1, 1, 2), place=parameter(1, 4, 2))
     found = Tangent(model).at(torch.randn(3, 3, 2))
