@@ -469,9 +469,9 @@ def bilinear():
     )
 
 
-@zoo("raw Parameter", exact=True)
+@zoo("raw Parameter")
 def class_token():
-    """A parameter concatenated with the data: no rule, the slow path."""
+    """A parameter that is repeated for every sample and concatenated with the data."""
     return Net(
         lambda m, x: m.out(torch.tanh(m.a(torch.cat([m.token.expand(len(x), 1, 2), x], 1))).mean(1)),
         token=parameter(1, 1, 2),
@@ -571,9 +571,9 @@ def mha_kdim_vdim():
     ), (randn(3, 2, 4), randn(3, 4, 3), randn(3, 4, 2))
 
 
-@zoo("nn.MultiheadAttention", exact=True)
+@zoo("nn.MultiheadAttention")
 def mha_bias_kv():
-    """Learned extra key and value: concatenated with the data, so without a rule."""
+    """Learned extra key and value, concatenated with the data."""
     return scrambled(
         Net(
             lambda m, x: m.out(m.mha(x, x, x)[0].mean(1)),

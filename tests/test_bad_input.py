@@ -473,10 +473,10 @@ WRONG = [
     Wrong(
         "a weight that runs through a cumulative sum with data",
         lambda: with_model(
-            Forward(lambda self, h: torch.cat([h, self.w.expand(len(h), -1)], 1).cumsum(1)[:, 3:], w=parameter(3))
+            Forward(lambda self, h: torch.hstack([h, self.w.expand(len(h), -1)]).cumsum(1)[:, 3:], w=parameter(3))
         ),
         UnsupportedOperationError,
-        ("'w'", "'cat'", "no Kronecker product", "expected", "full or diagonal"),
+        ("'w'", "'hstack'", "no Kronecker product", "expected", "full or diagonal"),
         STRICT,
     ),
     Wrong(

@@ -58,7 +58,7 @@ REFUSED = {
 FOLDED = ["folded_time", "folded_time_first", "folded_between", "siamese"]
 # the batch decides which operations there are
 BATCHWISE = ["micro_batches", "packed_tokens"]
-# kflr has no rule for them, and the tape has
+# a parameter among the data, which has a test of its own
 ONLY_HERE = ["class_token"]
 SUPPORTED = [name for name in problems.NAMES if name not in {*REFUSED, *ONLY_HERE}]
 
@@ -90,7 +90,7 @@ def test_equals_kflr_for_one_datum(name: str, sharing: str) -> None:
 
 
 def test_a_parameter_among_the_data_is_followed() -> None:
-    """A class token is concatenated with the data, for which kflr has no rule."""
+    """A class token is concatenated with the data."""
     problem = problems.build("class_token")
     batches = one(problem)
     start = problem.space.starts["token"]

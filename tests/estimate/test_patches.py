@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing.estimate import accumulators, diagonal, kfac, kflr
+from lapwing.estimate import accumulators, diagonal, ekfac, kfac, kflr
+from lapwing.estimate.cotangents import monte_carlo
 from lapwing.likelihoods import Categorical
 from lapwing.linalg import Curvature, rows
-from lapwing.tangent import Tangent, rules
+from lapwing.tangent import Linearisation, Tangent, rules
 
 POINTS = 9
 
@@ -47,7 +48,7 @@ def test_a_few_data_points_at_a_time(
 
         return wrapped
 
-    for name in ("patches", "transposed_patches"):
+    for name in ("patches", "transposed_patches", "padded", "spread_out"):
         monkeypatch.setattr(rules, name, listening(getattr(rules, name)))
     tangent, data = Tangent(network()), batch()
 
@@ -60,6 +61,7 @@ def test_a_few_data_points_at_a_time(
     whole, once = found()
     monkeypatch.setattr(rows, "CACHE", 1)
     monkeypatch.setattr(accumulators, "CACHE", 1)
+    monkeypatch.setattr(rules, "CACHE", 1)
     parts, many = found()
     assert set(once) == {POINTS}
     assert set(many) == {1}
@@ -85,3 +87,57 @@ def test_samples_that_share_their_axis_have_patches_of_all() -> None:
     found = diagonal(tangent, Categorical(), [(x, y)])
     each = sum(diagonal(tangent, Categorical(), [(x[i : i + 1], y[i : i + 1])]).diagonal() for i in range(4))
     torch.testing.assert_close(found.diagonal(), each, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("estimator", [diagonal, ekfac])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_large_batches_come_in_parts_with_all_cotangents(
+    monkeypatch: pytest.MonkeyPatch, estimator: Callable[..., Curvature], drawn: bool
+) -> None:
+    """With the memory of one cotangent of the batch; drawn cotangents have the batch as it is."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(41, 2, 6, 6, dtype=torch.float64, generator=generator)
+    data = [(x, torch.randint(3, (41,), generator=generator))]
+    model, seen = network(), []
+    pull = Linearisation.pull
+
+    def listening(self: Linearisation, cotangents: Tensor) -> Any:
+        seen.append(tuple(cotangents.shape[:2]))
+        return pull(self, cotangents)
+
+    monkeypatch.setattr(Linearisation, "pull", listening)
+    options: dict[str, Any] = {"cotangents": monte_carlo(3)} if drawn else {}
+
+    def found(budget: int) -> Curvature:
+        seen.clear()
+        given = {"generator": torch.Generator().manual_seed(2), **options}
+        return estimator(Tangent(model, budget=budget), Categorical(), data, **given)
+
+    whole = found(2**28)
+    assert set(seen) == {(3 if drawn else 2, 41)}
+    parts = found(2**16)
+    if drawn:
+        assert set(seen) == {(1, 41)}
+    else:
+        assert {(2, 21), (2, 20)} <= set(seen)
+        v = torch.randn(whole.size, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        torch.testing.assert_close(parts.mv(v), whole.mv(v), rtol=1e-9, atol=1e-11)
+
+
+def test_a_model_for_one_batch_size_is_not_divided() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(2, 3, 3), nn.Linear(48, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) != 40:
+                raise RuntimeError("made for 40")
+            return self.out(self.conv(x).tanh().flatten(1))
+
+    torch.manual_seed(0)
+    x, model = torch.randn(40, 2, 6, 6, dtype=torch.float64), Fixed().double()
+    y = torch.arange(40) % 3
+    found = diagonal(Tangent(model, budget=2**16), Categorical(), [(x, y)])
+    expected = diagonal(Tangent(model), Categorical(), [(x, y)])
+    torch.testing.assert_close(found.diagonal(), expected.diagonal(), rtol=1e-9, atol=1e-14)

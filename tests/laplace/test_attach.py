@@ -44,7 +44,7 @@ class Token(nn.Module):
         self.head = nn.Linear(700, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(torch.cat([x, self.token.expand(len(x), -1)], 1))))
+        return self.head(torch.tanh(self.body(torch.hstack([x, self.token.expand(len(x), -1)]))))
 
 
 @pytest.mark.parametrize("task", ["regression", "classification"])
@@ -108,7 +108,7 @@ def test_exact_blocks_serve_where_there_are_no_kronecker_factors() -> None:
     assert la.n_data == 20
     assert la.choices[1] == la.exact_blocks
     assert la.choices[1].startswith(
-        "Exact blocks instead of Kronecker factors: 'token' (dense), used by 'cat' in a way"
+        "Exact blocks instead of Kronecker factors: 'token' (dense), used by 'hstack' in a way"
     )
     with pytest.raises(UnsupportedOperationError, match="'token'"):
         attach(model, data, "regression", structure="kron", on_unsupported="error")

@@ -169,6 +169,34 @@ ESTIMATE = (
 
 TANGENT = (
     Mutant(
+        "a piece of an image's lines that one pair of offsets does not meet is counted for it",
+        "tangent/patch_products.py",
+        "if a <= cut[0] and cut[1] <= a + out",
+        "if a <= cut[0]",
+        ("tangent/test_patch_products.py",),
+    ),
+    Mutant(
+        "products of a transposed convolution keep the order of its kernel",
+        "tangent/patch_products.py",
+        ".flip(1).flatten()",
+        ".flatten()",
+        ("tangent/test_patch_products.py",),
+    ),
+    Mutant(
+        "a token that is joined behind the data has the gradients of the first position",
+        "tangent/uses.py",
+        "grad.narrow(1 + part[0], part[1], part[2] - part[1])",
+        "grad.narrow(1 + part[0], 0, part[2] - part[1])",
+        ("tangent/test_recorder.py",),
+    ),
+    Mutant(
+        "drawn cotangents are drawn for parts of a batch",
+        "estimate/data_pass.py",
+        "if together and repeatable(cotangents) else batches",
+        "if together else batches",
+        ("estimate/test_patches.py",),
+    ),
+    Mutant(
         "the product of the two inputs of a bilinear layer has its axes exchanged",
         "tangent/rules.py",
         "(a.unsqueeze(-1) * b.unsqueeze(-2)).flatten(-2)",

@@ -150,6 +150,28 @@ def expanded_to_the_batch():
 
 
 @case
+def a_class_token_and_prompts_beside_the_data():
+    """Two parameters in one concatenation, before and behind the data, and positions for every sample."""
+
+    def body(m, x):
+        prompts = m.prompts.unsqueeze(0).repeat(len(x), 1, 1)
+        tokens = torch.cat([m.token.expand(len(x), -1, -1), m.a(x), prompts], 1) + m.place.expand(len(x), -1, -1)
+        return m.out(torch.tanh(tokens)).flatten(1)
+
+    shapes = {"token": parameter(1, 1, 2), "prompts": parameter(2, 2), "place": parameter(1, 6, 2)}
+    return Net(body, a=lin(2, 2), out=lin(2, 1), **shapes), randn(4, 3, 2)
+
+
+@case
+def a_token_beside_the_last_axis_and_one_repeated_twice():
+    def body(m, x):
+        twice = m.s.expand(3, 1).expand(len(x), 3, 1)
+        return torch.tanh(torch.concat([x, twice], dim=-1)).flatten(1) @ m.w
+
+    return Net(body, s=parameter(1), w=parameter(9, 2)), randn(4, 3, 2)
+
+
+@case
 def repeated_for_the_folded_batch():
     """A table as long as the batch times time: no axis of it is the samples'."""
 

@@ -58,7 +58,7 @@ def test_views_of_a_parameter_are_known_as_such() -> None:
         lambda w: w[::2],
         lambda w: w[:, 1:],
         lambda w: w[[0, 0]],
-        lambda w: w.expand(2, 4, 3),
+        lambda w: w.repeat(2, 1),
         lambda w: w * 2,
         lambda w: w.diagonal(),
         lambda w: w.clone().mul_(2),
@@ -70,6 +70,26 @@ def test_what_is_no_dense_view_is_derived(view) -> None:
     (source,) = sources(model, torch.randn(2, 3))
     assert isinstance(source, Derived)
     assert source.names == {"w"}
+
+
+def test_what_is_only_repeated_is_taken_for_what_it_repeats() -> None:
+    def body(m, x):
+        token = m.token.expand(len(x), -1, -1)
+        return (torch.cat([x, token], 1) + m.place.repeat(len(x), 1, 1)).flatten(1)
+
+    model = Net(body, token=parameter(1, 1, 2), place=parameter(1, 4, 2))
+    found = Tangent(model).at(torch.randn(3, 3, 2))
+    assert not found.record.opaque
+    assert not found.record.derived
+    (joined, _), (added, _) = found.uses
+    assert [source.names for source in joined.sources] == [{"token"}]
+    assert [type(source) for source in joined.sources + added.sources] == [Alias, Alias]
+
+
+def test_what_is_repeated_for_a_product_is_derived() -> None:
+    model = Net(lambda m, x: torch.bmm(x, m.w.expand(len(x), -1, -1)).flatten(1), w=parameter(1, 3, 2))
+    found = Tangent(model).at(torch.randn(4, 5, 3))
+    assert (found.record.derived or found.record.opaque)["w"] in ("expand", "bmm")
 
 
 def test_a_use_without_gradient_is_none() -> None:

@@ -331,10 +331,10 @@ def test_what_the_estimator_cannot_do_is_said_before_the_first_step() -> None:
             self.token, self.out = nn.Parameter(torch.ones(1).double()), nn.Linear(2, 1).double()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.out(torch.cat([x, self.token.expand(len(x), 1)], 1))
+            return self.out(torch.hstack([x, self.token.expand(len(x), 1)]))
 
     strict = partial(estimate.kflr, on_unsupported="error")
-    with pytest.raises(UnsupportedOperationError, match=r"'token' is used by 'cat'.*no Kronecker product"):
+    with pytest.raises(UnsupportedOperationError, match=r"'token' is used by 'hstack'.*no Kronecker product"):
         train(Token(), [curve()], Gaussian(), estimator=strict, epochs=9, burn_in=8)
 
 

@@ -82,7 +82,7 @@ def ekfac(
     def make(segments: Segments, group: Sequence[Piece], linearisation: Linearisation) -> Accumulator:
         raise AssertionError("the blocks of the basis cover all parameters")
 
-    accumulate(pulled(tangent, likelihood, batches, cotangents, generator), tangent, blocks, make)
+    accumulate(pulled(tangent, likelihood, batches, cotangents, generator, together=True), tangent, blocks, make)
     total = ranks.pooled(collect(blocks, space))
     assert isinstance(total, Blocks)
     return total

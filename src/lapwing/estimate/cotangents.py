@@ -116,6 +116,11 @@ def empirical(likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Gen
     return Columns(1, lambda part: likelihood.grad(f, y).unsqueeze(0))
 
 
+def repeatable(cotangents: Cotangents) -> bool:
+    """Whether the cotangents of a data point are the same in any batch: none is drawn."""
+    return cotangents in (exact, fisher, empirical)
+
+
 def output_by_output(cotangents: Cotangents) -> Cotangents:
     """sqrt(H_cc) e_c for every output c, in the order of the outputs, where H is what the `cotangents` sum to."""
 

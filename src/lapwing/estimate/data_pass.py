@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, LapwingError, ModelError
-from lapwing.estimate.cotangents import Columns, Cotangents
+from lapwing.estimate.cotangents import Columns, Cotangents, repeatable
 from lapwing.likelihoods import Likelihood
 from lapwing.linalg.rows import Piece
 from lapwing.tangent import Linearisation, Tangent
@@ -48,8 +48,8 @@ class Divided(Wrapped):
         return self.batches
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self.batches):
-            points = _points(batch)
+        for count, batch in enumerate(self.batches):
+            number, points = batch.number if isinstance(batch, PartOfBatch) else count, _points(batch)
             most = self.most(batch[0]) if points else None
             if most is None or points <= most:
                 yield batch
@@ -244,6 +244,46 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return (a.shape[1:], a.dtype, a.device, a.layout) == (b.shape[1:], b.dtype, b.device, b.layout)
 
 
+FEWEST = 8
+"""Data points that a part of a batch has at least: calls cost the same for fewer."""
+
+
+@dataclass
+class _Parts:
+    """Large batches in parts, whose cotangents go back all at once, with the memory of the batch and one cotangent.
+
+    Patches, and what norms multiply with, are then made once and not for each cotangent.
+    """
+
+    tangent: Tangent
+    room: int = 0
+    """Bytes of the largest batch that was divided, with one cotangent."""
+
+    def of(self, batches: Batches) -> Batches:
+        if isinstance(batches, Watched):
+            return replace(batches, batches=self.of(batches.batches))
+        return Divided(batches, self._most)
+
+    def _most(self, x: Any) -> int | None:
+        points = batch_size(x)
+        found = self.tangent.per_point(x) if points >= 2 * FEWEST else None
+        if found is None:
+            return None
+        each, outputs = found
+        # a graph takes about as much as a cotangent on its way back: most (1 + outputs) <= points (1 + 1)
+        most = -(-2 * points // (1 + outputs))
+        if each * points * outputs <= self.tangent.budget // 8 or not FEWEST <= most < points:
+            return None
+        self.room = max(self.room, 2 * each * points)
+        return most
+
+    def step(self, linearisation: Linearisation) -> int:
+        """Cotangents at a time: an eighth of the budget keeps a fit near the memory of a training step, for a tenth of
+        the time or so."""
+        each = max(1, linearisation.cotangent_bytes)
+        return max(1, max(self.tangent.budget // 8, self.room - each) // each)
+
+
 def pulled(
     tangent: Tangent,
     likelihood: Likelihood,
@@ -251,13 +291,18 @@ def pulled(
     cotangents: Cotangents,
     generator: torch.Generator | None,
     joining: bool = False,
+    together: bool = False,
 ) -> Iterator[Pulled]:
-    """Rows of every batch, for as many cotangents at a time as the budget allows; `joining` as for `_passed`."""
+    """Rows of every batch, for as many cotangents at a time as the budget allows; `joining` as for `_passed`.
+
+    `together` is for estimators that form rows from patches, which are made for every chunk of cotangents: large
+    batches come in parts instead, where cotangents are the same in any batch.
+    """
+    parts = _Parts(tangent)
+    batches = parts.of(batches) if together and repeatable(cotangents) else batches
     for batch in _passed(tangent, likelihood, batches, joining):
         linearisation, columns = batch.linearisation, batch.columns(likelihood, cotangents, generator)
-        # an eighth of the budget keeps a fit near the memory of a training step, for a tenth of the time or so
-        step = max(1, tangent.budget // 8 // max(1, linearisation.cotangent_bytes))
-        for part, chunk in enumerate(columns.chunked(step)):
+        for part, chunk in enumerate(columns.chunked(parts.step(linearisation))):
             # a noise level that requires gradients would leave part of a graph in the sums; scaling has the whole one
             chunk = chunk.detach().to(tangent.space.dtype)
             yield Pulled(linearisation, linearisation.pull(chunk), first=part == 0)

@@ -324,14 +324,16 @@ class OuterRows(MatrixRows):
         left: Float[Tensor, "r n t groups rows"],
         make: Callable[[], Tensor],
         some: Callable[[slice], Tensor] | None = None,
+        products: Callable[[int], Tensor | None] | None = None,
     ) -> OuterRows:
         """With a right side that is made when it is first asked for: patches take many times the layer's input.
 
         Estimators that see many cotangents of the same data points need it once, or not at all. `some` makes it for a
-        few data points, where that can be done: they stay in a cache until they are used.
+        few data points, where that can be done: they stay in a cache until they are used. `products` are those of
+        `right_products`, within a budget.
         """
         rows = object.__new__(OuterRows)
-        vars(rows).update(layout=layout, left=left, _make=make, _part=some)
+        vars(rows).update(layout=layout, left=left, _make=make, _part=some, _products=products)
         return rows
 
     def __getattr__(self, name: str) -> Tensor:
@@ -359,6 +361,11 @@ class OuterRows(MatrixRows):
             yield self.right
         else:
             yield from map(some, chunks(self.shape[1], each, budget))
+
+    def right_products(self, budget: int) -> Float[Tensor, "groups width width"] | None:
+        """sum over n, t of right right^T where that is had without the right side, within the budget; else None."""
+        products = vars(self).get("_products")
+        return None if products is None else products(budget)
 
     def _by_points(self, budget: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Both sides, a few data points at a time, whose rows (and patches, if made for them alone) fit the budget."""

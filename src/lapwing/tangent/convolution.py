@@ -64,6 +64,26 @@ def patches(
     return _to_patches(view, groups, dims, ones)
 
 
+def spread_out(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    output_padding: int | Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """The image whose convolution with the reversed kernel is the transposed convolution: zeros between the pixels."""
+    dims = len(kernel)
+    stride, padding, output_padding = (as_tuple(value, dims) for value in (stride, padding, output_padding))
+    size = x.shape[2:]
+    spread = x.new_zeros(*x.shape[:2], *((s - 1) * t + 1 for s, t in zip(size, stride, strict=True)))
+    spread[(..., *(slice(None, None, t) for t in stride))] = x
+    sides = []
+    for k, d, p, extra in zip(kernel, dilation, padding, output_padding, strict=True):
+        sides.append((d * (k - 1) - p, d * (k - 1) - p + extra))
+    return F.pad(spread, [amount for side in reversed(sides) for amount in side])  # negative amounts crop
+
+
 def transposed_patches(
     x: Tensor,
     kernel: Sequence[int],
@@ -76,15 +96,8 @@ def transposed_patches(
 ) -> Tensor:
     """As `patches`, for a transposed convolution: position p meets x[q] at kernel offset p + padding - q stride."""
     dims = len(kernel)
-    stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
-    padding, output_padding = as_tuple(padding, dims), as_tuple(output_padding, dims)
-    size = x.shape[2:]
-    spread = x.new_zeros(*x.shape[:2], *((s - 1) * t + 1 for s, t in zip(size, stride, strict=True)))
-    spread[(..., *(slice(None, None, t) for t in stride))] = x
-    sides = []
-    for k, d, p, extra in zip(kernel, dilation, padding, output_padding, strict=True):
-        sides.append((d * (k - 1) - p, d * (k - 1) - p + extra))
-    spread = F.pad(spread, [amount for side in reversed(sides) for amount in side])  # negative amounts crop
+    dilation = as_tuple(dilation, dims)
+    spread = spread_out(x, kernel, stride, padding, output_padding, dilation)
     view = windows(spread, kernel, (1,) * dims, dilation).flip(tuple(range(2 + dims, 2 + 2 * dims)))
     return _to_patches(view, groups, dims, ones)
 

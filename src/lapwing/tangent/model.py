@@ -44,7 +44,7 @@ from lapwing.tangent.pushforward import pushed
 from lapwing.tangent.record import Record, Recorder, whole_aliases
 from lapwing.tangent.samples import SampleAxis
 from lapwing.tangent.sources import Alias, Derived
-from lapwing.tangent.uses import Use
+from lapwing.tangent.uses import Contraction, Use
 
 
 @dataclass
@@ -62,6 +62,7 @@ class Tangent:
     differentiable: bool = False
     evaluate: bool = False
     _probes: dict[tuple, Probe] = field(default_factory=dict, repr=False)
+    _sizes: dict[tuple, tuple[int, int] | None] = field(default_factory=dict, repr=False)
     _twice: bool | None = field(default=None, repr=False)
     _routed: bool = field(default=False, repr=False)
     _held: Linearisation | None = field(default=None, repr=False)
@@ -115,6 +116,25 @@ class Tangent:
     def holding(self, linearisation: Linearisation) -> Tangent:
         """The same tangent, with a linearisation at the present weights: for its inputs there is no second pass."""
         return replace(self, _held=linearisation)
+
+    def per_point(self, x: Any) -> tuple[int, int] | None:
+        """Bytes that a cotangent takes on its way back for each data point, and outputs; from a few, looked at once.
+
+        None where a few say nothing of the others (a model for one batch size, or one that sorts its data), and where
+        few patches would be made again for every cotangent.
+        """
+        key = shape_key(x)
+        if key not in self._sizes:
+            found = None
+            with suppress(Exception):  # the whole batch is to say what is wrong
+                few = self.at(take(x, slice(0, FEW_SAMPLES)))
+                if few.patches >= few._entries and not few.record.routed:
+                    found = -(-few.cotangent_bytes // few.batch), few.outputs
+            with _KEEPING:
+                while len(self._sizes) >= MOST_PROBES:
+                    del self._sizes[next(iter(self._sizes))]
+                self._sizes[key] = found
+        return self._sizes[key]
 
     @outside_modes
     def at(self, x: Any) -> Linearisation:
@@ -340,6 +360,11 @@ class Linearisation:
         """Of the outputs of all uses together."""
         return sum([use.shape.numel() for use, _ in self.uses])
 
+    @property
+    def patches(self) -> int:
+        """Entries of right sides that are made when they are asked for, all layers together."""
+        return sum([use.patches for use, _ in self.uses if isinstance(use, Contraction)])
+
     @cached_property
     def cotangent_bytes(self) -> int:
         """Memory that one cotangent needs on its way back, all layers together."""
@@ -413,8 +438,8 @@ class Linearisation:
         edges = [use.edge for use, _ in self.uses]
         if not edges or not self.output.requires_grad:
             return [None] * len(edges)
-        # small layers gain from one vectorised pass; large ones are faster one cotangent at a time, in cache
-        together = self._entries < 2**18
+        # one vectorised pass, unless a copy of what each pass gives is less than the caches that it misses
+        together = self._entries < 2**23
         graph = self.gate is not None
         return batched_grad(self.output, edges, cotangents.to(self.output.dtype), together, graph)
 

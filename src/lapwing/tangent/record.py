@@ -37,14 +37,15 @@ from lapwing.tangent.operations import (
 )
 from lapwing.tangent.paths import Key, Paths
 from lapwing.tangent.recurrent import UNROLLED, can_unroll, unrolled
-from lapwing.tangent.rules import IN_PLACE, RULES, Call
-from lapwing.tangent.sources import Alias, Derived, Source, parameter_alias, view_alias
+from lapwing.tangent.rules import IN_PLACE, RULES, Call, methods
+from lapwing.tangent.sources import Alias, Derived, Repeated, Source, parameter_alias, repeats, view_alias
 from lapwing.tangent.uses import Use
 
 _SAME_ENTRIES = frozenset(
     getattr(Tensor, name)
     for name in ("to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone")
 )
+_REPEATING = frozenset(methods("expand", "expand_as", "broadcast_to", "repeat", "tile"))
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _SIZES = frozenset((int, str, bool))
 _NESTED = frozenset((list, tuple))
@@ -287,6 +288,9 @@ class Recorder(TorchFunctionMode):
             for missed in sorted(self._names(read)):
                 self.record.opaque.setdefault(missed, name)
             return None
+        for source in sources:  # what was only repeated counts as derived where the rule had no use for its origin
+            if isinstance(source, Derived) and source.origin is not None:
+                self.record.derived.setdefault(source.origin.view.name, source.origin.operation)
         use.shape, use.edge = out.shape, get_gradient_edge(out)
         use.signature = out.shape, *[source if isinstance(source, Alias) else source.names for source in sources]
         self.record.paths.add(use.edge, onward, sources)
@@ -300,10 +304,19 @@ class Recorder(TorchFunctionMode):
             source = self._alias(func, out, sources)
             if source is None:
                 names = self._names(read)
-                source = Derived(names, get_gradient_edge(out), out.shape, out.dtype)
-                for derived in sorted(names):
+                origin = self._origin(func, name, out, read, sources)
+                source = Derived(names, get_gradient_edge(out), out.shape, out.dtype, origin)
+                for derived in sorted(names) if origin is None else ():
                     self.record.derived.setdefault(derived, name)
             self._register(out, source)
+
+    @staticmethod
+    def _origin(func, name: str, out: Tensor, read: list[Tensor], sources: list[Source | None]) -> Repeated | None:
+        """The view that `out` repeats, perhaps by several operations, one after the other."""
+        if len(sources) != 1 or func not in _REPEATING or not repeats(read[0].shape, out.shape):
+            return None
+        (source,) = sources
+        return Repeated(source, tuple(read[0].shape), name) if isinstance(source, Alias) else source and source.origin
 
     def _alias(self, func, out: Tensor, sources: list[Source | None]) -> Alias | None:
         first = sources[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -17,8 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.tangent.convolution import channels_last, patches, transposed_patches, weight_axes
-from lapwing.tangent.sources import Source
+from lapwing.linalg.budget import CACHE
+from lapwing.tangent.convolution import (
+    as_tuple,
+    channels_last,
+    padded,
+    patches,
+    spread_out,
+    transposed_patches,
+    weight_axes,
+)
+from lapwing.tangent.patch_products import Kernel, patch_products, turned
+from lapwing.tangent.sources import Source, unrepeated
 from lapwing.tangent.uses import Broadcast, Contraction, Lookup, Use
 
 
@@ -225,7 +236,7 @@ def _convolution(call: Call, dims: int, transposed: bool) -> Use | None:
     if call.source(x) is not None or x.dim() not in (dims + 1, dims + 2):
         return None
     alone = x.dim() == dims + 1  # an input without a batch axis
-    kernel = tuple(weight.shape[2:])
+    kernel, positions = tuple(weight.shape[2:]), tuple(call.out.shape[2:])
 
     def some(ones: bool, which: slice) -> Tensor:
         batch = x.unsqueeze(0) if alone else x[which]
@@ -236,14 +247,29 @@ def _convolution(call: Call, dims: int, transposed: bool) -> Use | None:
     def right(ones: bool) -> Tensor:
         return some(ones, slice(None))
 
+    def images(which: slice) -> Tensor:
+        part, steps = x[which].detach(), as_tuple(dilation, dims)
+        if transposed:
+            return spread_out(part, kernel, stride, padding, extra, steps)
+        return padded(part, padding, kernel, steps)
+
+    def products(ones: bool, like: Tensor, budget: int) -> Tensor | None:
+        steps = (1,) * dims if transposed else as_tuple(stride, dims)
+        meets = Kernel(kernel, steps, as_tuple(dilation, dims), groups, positions)
+        if not 0 < meets.needed(x.shape[1]) <= budget // 4:
+            return None
+        found = patch_products(images, len(x), x.shape[1], meets, ones, like, min(CACHE, budget))
+        return turned(found, kernel, ones) if transposed else found
+
     def left(y: Tensor) -> Tensor:
         return channels_last(y.unsqueeze(1) if alone else y, groups)
 
     split, perm, rows, cols = weight_axes(weight.shape, groups, transposed)
     bias_source = None if bias is None else call.source(bias)
     name = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
-    parts = None if alone else some
-    return Contraction(name, call.source(weight), bias_source, split, perm, groups, rows, cols, right, left, parts)
+    parts, whole = (None, None) if alone else (some, products)
+    source = call.source(weight)
+    return Contraction(name, source, bias_source, split, perm, groups, rows, cols, right, left, parts, whole)
 
 
 for _dims, _conv, _transposed in (
@@ -268,8 +294,11 @@ def _affine(name: str, call: Call, weight: Tensor | None, bias: Tensor | None, v
     return Broadcast(name, terms)
 
 
+_signature = lru_cache(maxsize=256)(inspect.signature)
+
+
 def _bound(call: Call) -> dict[str, Any]:
-    bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
+    bound = _signature(call.function).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 
@@ -343,8 +372,9 @@ def elementwise(call: Call) -> Use | None:
     for slot, value in slots:
         if not isinstance(value, Tensor) or (source := call.source(value)) is None:
             continue
+        source, view = unrepeated(source, value.shape)
         if call.function in _PLAIN_SUM and "alpha" not in call.kwargs:
-            terms.append((source, tuple(value.shape), None))
+            terms.append((source, view, None))
             continue
 
         def factor(slot=slot, value=value) -> Tensor:
@@ -357,8 +387,26 @@ def elementwise(call: Call) -> Use | None:
                 out = call.function(*args, **kwargs).sum()
                 return torch.autograd.grad(out, point, create_graph=graph)[0]
 
-        terms.append((source, tuple(value.shape), factor))
+        terms.append((source, view, factor))
     return Broadcast(getattr(call.function, "__name__", "elementwise").strip("_"), terms) if terms else None
+
+
+@rule(torch.cat, torch.concat, torch.concatenate)
+def cat(call: Call) -> Use | None:
+    """Parameters beside data along an axis: a class token, learned prompts."""
+    members, dim = call.bind("tensors", "dim", dim=0)
+    dim = call.kwargs.get("axis", dim)
+    if not isinstance(members, (list, tuple)) or not isinstance(dim, int):
+        return None
+    terms, parts, start, dim = [], [], 0, dim % call.out.dim()
+    for member in members:
+        if member.dim() != call.out.dim():
+            return None  # an empty tensor, which torch leaves out
+        if (source := call.source(member)) is not None:
+            terms.append((*unrepeated(source, member.shape), None))
+            parts.append((dim, start, start + member.shape[dim]))
+        start += member.shape[dim]
+    return Broadcast("cat", terms, parts)
 
 
 # -- lookup ---------------------------------------------------------------------------------------------------------

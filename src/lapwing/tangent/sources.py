@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -45,20 +46,43 @@ class Alias(NamedTuple):
         return None
 
 
+class Repeated(NamedTuple):
+    """A view, its shape before it was repeated, and the operation that did so first."""
+
+    view: Alias
+    shape: tuple[int, ...]
+    operation: str
+
+
 @dataclass(frozen=True, eq=False)
 class Derived:
     """A tensor computed from parameters alone (weight norm, low-rank updates, positional tables): no data in it.
 
-    Rows in its entries are pulled back to the parameters by autograd, from the edge that it had when it was used.
+    Rows in its entries are pulled back to the parameters by autograd, from the edge that it had when it was used. One
+    that only repeats a view along new axes or axes of one (a class token for every sample) has that view as its
+    `origin`, which rules for broadcast parameters take instead.
     """
 
     names: frozenset[str]
     edge: GradientEdge
     shape: torch.Size
     dtype: torch.dtype
+    origin: Repeated | None = None
 
 
 Source = Alias | Derived
+
+
+def unrepeated(source: Source, shape: Sequence[int]) -> tuple[Source, tuple[int, ...]]:
+    """What is broadcast to `shape`, and its own shape: the view that was repeated, where nothing else was done."""
+    origin = source.origin if isinstance(source, Derived) else None
+    return (source, tuple(shape)) if origin is None else (origin.view, origin.shape)
+
+
+def repeats(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether a tensor of shape `before` is broadcast to `after`."""
+    new = len(after) - len(before)
+    return new >= 0 and all(size in (1, out) for size, out in zip(before, after[new:], strict=True))
 
 
 def parameter_alias(name: str, start: int, shape: torch.Size) -> Alias:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -86,6 +87,8 @@ class Contraction(Use):
     """y = x w + b in canonical axes. `split` and `perm` bring the weight to [K, O, I].
 
     `some` is `right` for some entries of the first axis of x, where there is one that runs through both.
+    `products` is the sum of right right^T over all positions, like a tensor and within a budget, where that can be had
+    without `right`.
     """
 
     weight: Source | None
@@ -98,12 +101,18 @@ class Contraction(Use):
     right: Callable[[bool], Tensor]
     left: Callable[[Tensor], Tensor]
     some: Callable[[bool, slice], Tensor] | None = None
+    products: Callable[[bool, Tensor, int], Tensor | None] | None = None
 
     @property
     def sources(self) -> list[Source]:
         if self.weight is None:
             return [] if self.bias is None else [self.bias]
         return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    @property
+    def patches(self) -> int:
+        """Entries of `right`, where that is not the input itself."""
+        return 0 if self.some is None else self.shape.numel() // self.rows * self.cols
 
     def without(self, names: frozenset[str]) -> Contraction | None:
         use = replace(self, weight=_dropped(self.weight, names), bias=_dropped(self.bias, names))
@@ -135,11 +144,16 @@ class Contraction(Use):
             found = _held(self.some(joint, points)).to(dtype)
             return replace(samples, batch=len(found)).split(found, lead=0, features=2)
 
+        def products(budget: int) -> Tensor | None:
+            assert self.products is not None
+            return self.products(joint, left, budget)
+
         if layout is not None and torch.is_grad_enabled():
             pieces: list[Piece] = [OuterRows(layout, left, right())]
         elif layout is not None:
             few = torch.no_grad()(outside_modes(some)) if self.some is not None and samples.plain else None
-            pieces = [OuterRows.late(layout, left, torch.no_grad()(outside_modes(right)), few)]
+            sums = None if self.products is None else torch.no_grad()(outside_modes(products))
+            pieces = [OuterRows.late(layout, left, torch.no_grad()(outside_modes(right)), few, sums)]
         else:
             local = MatrixLayout(0, self.split, self.perm, self.groups, self.rows, self.cols)
             dense = left.new_zeros(*left.shape[:2], prod(self.split))
@@ -163,16 +177,24 @@ def _layout(
 
 @dataclass
 class Broadcast(Use):
-    """y depends on each parameter elementwise: dy = factor * d(parameter viewed as `view`, broadcast to y)."""
+    """y depends on each parameter elementwise: dy = factor * d(parameter viewed as `view`, broadcast to y).
+
+    `parts`, where given, holds (axis, start, stop) for every term: the part of y that it is broadcast to.
+    """
 
     terms: list[tuple[Source, tuple[int, ...], Callable[[], Tensor] | None]]
+    parts: list[tuple[int, int, int] | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parts = self.parts or [None] * len(self.terms)
 
     @property
     def sources(self) -> list[Source]:
         return [source for source, _, _ in self.terms]
 
     def without(self, names: frozenset[str]) -> Broadcast | None:
-        use = replace(self, terms=[term for term in self.terms if not term[0].names <= names])
+        kept = [not term[0].names <= names for term in self.terms]
+        use = replace(self, terms=list(compress(self.terms, kept)), parts=list(compress(self.parts, kept)))
         use.shape, use.edge = self.shape, self.edge
         return use if use.terms else None
 
@@ -185,8 +207,9 @@ class Broadcast(Use):
 
     def pieces(self, grad: Tensor, samples: SampleAxis, dtype: torch.dtype, pull: PullBack) -> list[Piece]:
         out: list[Piece] = []
-        for source, view, factor in self.terms:
-            values = grad.to(dtype)
+        for (source, view, factor), part in zip(self.terms, self.parts, strict=True):
+            values = grad if part is None else grad.narrow(1 + part[0], part[1], part[2] - part[1])
+            values = values.to(dtype)
             if factor is not None:
                 values = values * _held(factor()).to(dtype)
             view = (1,) * (values.dim() - 1 - len(view)) + tuple(view)
@@ -197,9 +220,9 @@ class Broadcast(Use):
         return out
 
     def blocked(self, axis: int) -> bool:
-        for _, view, _ in self.terms:
+        for (_, view, _), part in zip(self.terms, self.parts, strict=True):
             full = (1,) * (len(self.shape) - len(view)) + tuple(view)
-            if full[axis] != 1:
+            if full[axis] != 1 or (part is not None and part[0] == axis):
                 return True
         return False
 
