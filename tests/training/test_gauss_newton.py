@@ -499,7 +499,7 @@ def test_a_step_of_no_finite_length_is_not_taken_unseen() -> None:
     model = network()
     optimiser = GaussNewton(model, Gaussian(), structure="full", estimator="exact", verify=False, tau=1.0, zeta=1.0)
     before = weights(model).clone()
-    optimiser._direction = lambda here, zeta: (here.gradient * torch.inf, 1.0)
+    optimiser._direction = lambda here, zeta, again=False: (here.gradient * torch.inf, 1.0)
     assert not optimiser.step(X, Y).accepted
     torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
 

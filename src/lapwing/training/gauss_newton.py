@@ -142,6 +142,7 @@ class GaussNewton(torch.optim.Optimizer):
         self._precision: tuple[float, Precision] | None = None
         self._joined: tuple[Curvature, Curvature] | None = None
         self._last: Tensor | None = None
+        self._room: Tensor | None = None
 
     @classmethod
     def levenberg_marquardt(
@@ -214,18 +215,26 @@ class GaussNewton(torch.optim.Optimizer):
             points = share * before[1] + (1 - share) * points
         self._curvature, self._precision = (new, points), None
 
-    def _direction(self, here: Here, zeta: float) -> tuple[Float[Tensor, " params"], float]:
-        """A vector v and a number u with d = u v: the quadratic finds its own length, and d is not formed."""
+    def _direction(self, here: Here, zeta: float, again: bool = False) -> tuple[Float[Tensor, " params"], float]:
+        """A vector v and a number u with d = u v: the quadratic finds its own length, and d is not formed.
+
+        Where v is the only one, it is written to the memory of the last step's: `again`.
+        """
         assert self._curvature is not None
         curvature, points = self._curvature
         if self._precision is None or self._precision[0] != zeta:
             if self._joined is None or self._joined[0] is not curvature:  # kept: it may hold its decomposition
                 self._joined = curvature, self.penalty.joined(curvature, points)
             self._precision = zeta, self._joined[1].with_prior(points * (self.penalty.decay + zeta))
-        return self._precision[1].solve(here.gradient), -points
+        if not again:
+            return self._precision[1].solve(here.gradient), -points
+        if self._room is None or self._room.dtype != here.gradient.dtype or self._room.device != here.gradient.device:
+            self._room = torch.empty_like(here.gradient)
+        self._precision[1].solve_into(here.gradient, self._room)
+        return self._room, -points
 
-    def _plan(self, here: Here, zeta: float) -> Plan:
-        direction, unit = self._direction(here, zeta)
+    def _plan(self, here: Here, zeta: float, again: bool = False) -> Plan:
+        direction, unit = self._direction(here, zeta, again)
         directions = direction.unsqueeze(0)
         if self.momentum and self._last is not None:
             directions = torch.cat([directions, self._last.unsqueeze(0)])
@@ -303,7 +312,7 @@ class GaussNewton(torch.optim.Optimizer):
         elif self._far_and_wide:
             plan = self._far(here)
         else:
-            plan = self._plan(here, self.damping.of_curvature)
+            plan = self._plan(here, self.damping.of_curvature, again=True)
         due = (self.number + 1) % self.damping.tau_every == 0
         slack = 8 * torch.finfo(self.tangent.space.dtype).eps * abs(here.value)
         refused, after, accepted, length, promised = 0, nan, False, 0.0, 0.0
