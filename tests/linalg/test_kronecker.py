@@ -28,6 +28,7 @@ from contracts import (
 )
 from lapwing.errors import CurvatureError, LapwingWarning
 from lapwing.linalg import Kronecker, KroneckerSum, MatrixLayout, Term, nearest_kronecker
+from lapwing.linalg.checks import WIDE, eigh_psd
 from lapwing.linalg.kronecker import structure as eigenbasis
 from lapwing.linalg.kronecker.factored import SMALL, spd_inverse
 from lapwing.linalg.kronecker.factors import add_terms, apply, rotated_diagonal
@@ -334,3 +335,26 @@ def test_what_is_not_positive_definite_has_no_inverse_by_halves(place):
     other = 1 if place == 0 else 0
     matrix[0, place, other] = matrix[0, other, place] = 2.0
     assert spd_inverse(matrix) is None
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.001])
+def test_wide_factors_in_float32_are_decomposed_as_they_are_if_that_is_good_enough(scale, monkeypatch):
+    root = torch.randn(1, WIDE, 300, generator=torch.Generator().manual_seed(0))
+    matrix, asked, eigh = root @ root.mT, [], torch.linalg.eigh
+
+    def watched(given: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(given.dtype)
+        values, vectors = eigh(given)
+        return values, vectors if given.dtype == torch.float64 else vectors * scale
+
+    monkeypatch.setattr(torch.linalg, "eigh", watched)
+    values, vectors = eigh_psd(matrix, "a factor", single=True)
+    assert asked == ([torch.float32] if scale == 1 else [torch.float32, torch.float64])
+    expected = eigh(matrix.double())[0]
+    torch.testing.assert_close(values.double(), expected, rtol=0, atol=2e-6 * float(expected.max()))
+    product = (vectors * values.unsqueeze(1)) @ vectors.mT
+    torch.testing.assert_close(product, matrix, rtol=0, atol=2e-6 * float(expected.max()))
+    asked.clear()
+    eigh_psd(matrix[:, 1:, 1:], "a narrower factor", single=True)
+    eigh_psd(matrix, "no factor")
+    assert asked == [torch.float64, torch.float64]

@@ -455,10 +455,17 @@ class Linearisation:
         return (self.pull(units) for units in self.identity())
 
     def parts(self) -> Iterator[Linearisation]:
-        """This map, or maps of consecutive sub-batches when all outputs at once would exceed the budget."""
-        needed = self.cotangent_bytes * self.outputs
-        if needed <= self.tangent.budget or self.batch == 1:
+        """This map, or maps of consecutive sub-batches of one size (the last may be less) if all outputs are too many.
+
+        A quarter of the budget keeps a prediction near the memory of a training step; parts of a batch of which one
+        cotangent takes more than that may have as much, or all of the budget: of few data points they would be slow.
+        """
+        budget, needed = self.tangent.budget, self.cotangent_bytes * self.outputs
+        room = min(budget, max(budget // 4, self.cotangent_bytes))
+        if needed <= room or self.batch == 1:
             yield self
             return
-        for rows in chunks(self.batch, -(-needed // self.batch), self.tangent.budget):
-            yield self.tangent.at(take(self.x, rows))
+        most = max(1, room // -(-needed // self.batch))
+        step = -(-self.batch // -(-self.batch // most))
+        for start in range(0, self.batch, step):
+            yield self.tangent.at(take(self.x, slice(start, min(start + step, self.batch))))

@@ -131,7 +131,7 @@ def eigen(factor: Factor, what: str) -> tuple[Tensor, Tensor | None]:
     if factor.dim() == 2:
         check_finite(factor, what)
         return factor, None
-    return eigh_psd(factor, what)
+    return eigh_psd(factor, what, single=True)
 
 
 def last_entry(values: Tensor, vectors: Tensor | None) -> Float[Tensor, "groups width"]:
