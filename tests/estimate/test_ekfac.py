@@ -185,9 +185,9 @@ def is_bias(curvature: Blocks, position: int) -> bool:
 def rounded_otherwise(seed: int) -> Any:
     """eigh of the matrix plus noise of the size of its rounding."""
 
-    def decompose(matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
+    def decompose(matrix: Tensor, what: str, single: bool = False) -> tuple[Tensor, Tensor]:
         noise = torch.randn(matrix.shape, dtype=matrix.dtype, generator=seeded(seed)) * 2e-16 * matrix.abs().max()
-        return eigh_psd(matrix + noise + noise.mT, what)
+        return eigh_psd(matrix + noise + noise.mT, what, single)
 
     return decompose
 

@@ -252,12 +252,20 @@ FEWEST = 8
 class _Parts:
     """Large batches in parts, whose cotangents go back all at once, with the memory of the batch and one cotangent.
 
-    Patches, and what norms multiply with, are then made once and not for each cotangent.
+    Patches, and what norms multiply with, are then made once and not for each cotangent: `together`. Parts may take a
+    quarter of the budget at least, as calls cost the same for few data points.
     """
 
     tangent: Tangent
+    together: bool
     room: int = 0
     """Bytes of the largest batch that was divided, with one cotangent."""
+
+    @property
+    def small(self) -> int:
+        """Bytes of cotangents that need not be divided: an eighth of the budget keeps a fit near the memory of a
+        training step, for a tenth of the time or so; a quarter where patches would be made again."""
+        return self.tangent.budget // (4 if self.together else 8)
 
     def of(self, batches: Batches) -> Batches:
         if isinstance(batches, Watched):
@@ -271,17 +279,16 @@ class _Parts:
             return None
         each, outputs = found
         # a graph takes about as much as a cotangent on its way back: most (1 + outputs) <= points (1 + 1)
-        most = -(-2 * points // (1 + outputs))
-        if each * points * outputs <= self.tangent.budget // 8 or not FEWEST <= most < points:
+        most = max(-(-2 * points // (1 + outputs)), self.small // max(1, each * outputs))
+        if not FEWEST <= most < points:
             return None
         self.room = max(self.room, 2 * each * points)
-        return most
+        return -(-points // -(-points // most))  # parts of one size
 
     def step(self, linearisation: Linearisation) -> int:
-        """Cotangents at a time: an eighth of the budget keeps a fit near the memory of a training step, for a tenth of
-        the time or so."""
+        """Cotangents at a time."""
         each = max(1, linearisation.cotangent_bytes)
-        return max(1, max(self.tangent.budget // 8, self.room - each) // each)
+        return max(1, max(self.small, self.room - each) // each)
 
 
 def pulled(
@@ -298,8 +305,8 @@ def pulled(
     `together` is for estimators that form rows from patches, which are made for every chunk of cotangents: large
     batches come in parts instead, where cotangents are the same in any batch.
     """
-    parts = _Parts(tangent)
-    batches = parts.of(batches) if together and repeatable(cotangents) else batches
+    parts = _Parts(tangent, together and repeatable(cotangents))
+    batches = parts.of(batches) if parts.together else batches
     for batch in _passed(tangent, likelihood, batches, joining):
         linearisation, columns = batch.linearisation, batch.columns(likelihood, cotangents, generator)
         for part, chunk in enumerate(columns.chunked(parts.step(linearisation))):

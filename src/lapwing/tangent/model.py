@@ -439,7 +439,8 @@ class Linearisation:
         if not edges or not self.output.requires_grad:
             return [None] * len(edges)
         # one vectorised pass, unless a copy of what each pass gives is less than the caches that it misses
-        together = self._entries < 2**23
+        largest = max(use.shape.numel() for use, _ in self.uses)
+        together = self._entries < 2**23 and largest * len(cotangents) < 2**22
         graph = self.gate is not None
         return batched_grad(self.output, edges, cotangents.to(self.output.dtype), together, graph)
 
@@ -457,11 +458,11 @@ class Linearisation:
     def parts(self) -> Iterator[Linearisation]:
         """This map, or maps of consecutive sub-batches of one size (the last may be less) if all outputs are too many.
 
-        A quarter of the budget keeps a prediction near the memory of a training step; parts of a batch of which one
+        A third of the budget keeps a prediction near the memory of a training step; parts of a batch of which one
         cotangent takes more than that may have as much, or all of the budget: of few data points they would be slow.
         """
         budget, needed = self.tangent.budget, self.cotangent_bytes * self.outputs
-        room = min(budget, max(budget // 4, self.cotangent_bytes))
+        room = min(budget, max(budget // 3, self.cotangent_bytes))
         if needed <= room or self.batch == 1:
             yield self
             return
