@@ -30,7 +30,6 @@ from lapwing.errors import CurvatureError, LapwingWarning
 from lapwing.linalg import Kronecker, KroneckerSum, MatrixLayout, Term, nearest_kronecker
 from lapwing.linalg.checks import WIDE, eigh_psd
 from lapwing.linalg.kronecker import structure as eigenbasis
-from lapwing.linalg.kronecker.factored import SMALL, spd_inverse
 from lapwing.linalg.kronecker.factors import add_terms, apply, rotated_diagonal
 from lapwing.serialize import pack, unpack
 
@@ -314,27 +313,6 @@ def test_factors_that_are_diagonal_are_those_spelled_out(rows: str, cols: str) -
     expected = (vectors.mT @ _full(a) @ vectors).diagonal(dim1=1, dim2=2)
     close(rotated_diagonal(a, vectors), expected)
     close(rotated_diagonal(a, None), _full(a).diagonal(dim1=1, dim2=2))
-
-
-@pytest.mark.parametrize("width", [1, SMALL, SMALL + 1, 2 * SMALL + 5, 4 * SMALL + 3])
-def test_an_inverse_by_halves_is_the_inverse(width):
-    root = torch.randn(2, width, 2 * width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
-    matrix = root @ root.mT + torch.eye(width)
-    found = spd_inverse(matrix)
-    torch.testing.assert_close(found, torch.linalg.inv(matrix), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(found, found.mT, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("place", [0, SMALL + 20, 2 * SMALL + 4])
-def test_what_is_not_positive_definite_has_no_inverse_by_halves(place):
-    """In the first half, in the last, and where the last alone is so: only what the first leaves of it is not."""
-    matrix = torch.eye(2 * SMALL + 5, dtype=torch.float64).unsqueeze(0)
-    matrix[0, place, place] = -1.0
-    assert spd_inverse(matrix) is None
-    matrix[0, place, place] = 1.0
-    other = 1 if place == 0 else 0
-    matrix[0, place, other] = matrix[0, other, place] = 2.0
-    assert spd_inverse(matrix) is None
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.001])
