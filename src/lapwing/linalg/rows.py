@@ -372,11 +372,19 @@ class OuterRows(MatrixRows):
         some, each = self._some
         rows = contract_bytes(self.left, self.layout.width)
         for points in chunks(self.shape[1], rows if some is None else rows + each, budget):
-            yield self.left[:, points], self.right[points] if some is None else some(points)
+            yield self.left[:, points], self.right_of(points)
+
+    def right_of(self, points: slice) -> Float[Tensor, "m t groups width"]:
+        """The right side of some data points, made for them alone where that can be done."""
+        some, _ = self._some
+        return self.right[points] if some is None else some(points)
 
     def at(self, place: MatrixLayout | Segment) -> OuterRows:
+        """What has not been made yet is not made here."""
         assert isinstance(place, MatrixLayout)
-        return OuterRows(place, self.left, self.right)
+        rows = object.__new__(OuterRows)
+        vars(rows).update(vars(self) | {"layout": place})
+        return rows
 
     def _entries(self, segment: Segment, index: Int[Tensor, " q"], budget: int) -> Float[Tensor, "r n q"]:
         """One factor times the other at each entry, unless there are so many that whole matrices are faster."""
@@ -481,12 +489,12 @@ class OuterRows(MatrixRows):
             yield torch.einsum("r k o, n p k o -> n r p", left, met)
 
     def squarable(self, budget: int | None = None) -> Iterator[tuple[slice, Piece]]:
-        count = len(self.right)
+        count = self.shape[1]
         if self.shared == 1:
             yield slice(0, count), OuterRows(self.layout, once(self.left), self.right)
             return
-        for points in chunks(count, contract_bytes(self.left, self.right.shape[-1]), budget or cache_bytes()):
-            rows = contract(self.left[:, points], self.right[points]).flatten(2)
+        for points in chunks(count, contract_bytes(self.left, self.layout.width), budget or cache_bytes()):
+            rows = contract(self.left[:, points], self.right_of(points)).flatten(2)
             yield points, DenseRows(0, rows.transpose(0, 1))
 
     def _inner(self, weight: Tensor) -> Float[Tensor, "n outputs"]:

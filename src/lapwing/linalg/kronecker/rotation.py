@@ -113,12 +113,13 @@ def _shared(
     rows_before = piece.shared < layout.width
     cols_before = piece.shared < count * layout.rows
     for part in parts:
-        right = _rotate_vectors(piece.right[..., part.part], part.col_vectors if cols_before else None)
-        for points in chunks(batch, contract_bytes(piece.left, right.shape[-1]), budget):
+        for points in chunks(batch, contract_bytes(piece.left, part.part.stop - part.part.start), budget):
+            right = piece.right_of(points)[..., part.part]
+            right = _rotate_vectors(right, part.col_vectors if cols_before else None)
             left = piece.left[:, points].permute(1, 3, 0, 4, 2)  # [n, k, r, o, t]
             if rows_before and part.row_vectors is not None:
                 left = part.row_vectors.mT.unsqueeze(1) @ left
-            matrix = contract_folded(left, right[points])
+            matrix = contract_folded(left, right)
             matrix = _rotate_last(matrix, None if cols_before else part.col_vectors)
             matrix = _rotate_last(matrix.mT, None if rows_before else part.row_vectors).mT
             yield points, DenseRows(0, matrix.flatten(2).transpose(0, 1)), part
