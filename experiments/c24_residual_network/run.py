@@ -93,9 +93,9 @@ def one_seed(experiment: Experiment) -> tuple[Figures, Checks]:
 def draw(experiment: Experiment, found: Figures, exact: dict[str, Tensor], free: dict[str, Tensor]) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8))
     one, two = exact["covariance"].diagonal(dim1=1, dim2=2).flatten(), free["value"].flatten()
-    left.loglog(one, two, "o", color=COLOURS["laplace"], markersize=3)
+    left.plot(one, two, "o", color=COLOURS["laplace"], markersize=3)
     ends = [float(one.min()), float(one.max())]
-    left.loglog(ends, ends, color=COLOURS["exact"], linewidth=0.8)
+    left.plot(ends, ends, color=COLOURS["exact"], linewidth=0.8)
     left.set(xlabel="variance by gp", ylabel="variance by matrix_free", title="16 inputs")
     names = {"gp": "gp", "free": "matrix_free", "weights": "matrix_free,\namong the weights"}
     for place, name in enumerate(names):
