@@ -192,8 +192,8 @@ TANGENT = (
     Mutant(
         "drawn cotangents are drawn for parts of a batch",
         "estimate/data_pass.py",
-        "if together and repeatable(cotangents) else batches",
-        "if together else batches",
+        "_Parts(tangent, together and repeatable(cotangents))",
+        "_Parts(tangent, together)",
         ("estimate/test_patches.py",),
     ),
     Mutant(
