@@ -118,3 +118,11 @@ def test_a_confident_bernoulli_keeps_its_relative_precision():
     torch.testing.assert_close(likelihood.grad(f, y), torch.stack([-tail, tail])[None], rtol=1e-9, atol=0)
     diagonal = likelihood.hessian(f, y).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(diagonal, tail.expand(1, 2), rtol=1e-9, atol=0)
+
+
+def test_rare_coins_in_bfloat16_are_as_rare_as_they_should_be():
+    """bfloat16 has 256 levels between 0 and 1: drawn in it, one coin in 256 would be."""
+    f = torch.full((400_000, 1), -7.0, dtype=torch.bfloat16)
+    drawn = Bernoulli().sample(f, torch.Generator().manual_seed(0))
+    rate = float(torch.sigmoid(torch.tensor(-7.0)))
+    assert abs(float(drawn.double().mean()) - rate) < 4 * (rate / len(f)) ** 0.5 + 0.005 * rate

@@ -147,8 +147,8 @@ class Here:
         for each, y in self._linearisations():
             along = [each.mv(direction) for direction in directions]
             curved = [self.likelihood.hessian_mv(each.value, y, image) for image in along]
-            sums = [[(a * b).sum(dtype=torch.float64) for b in curved] for a in along]
-            total = total + torch.stack([torch.stack(row) for row in sums]) / self.points
+            left, right = ([image.flatten().double() for image in images] for images in (along, curved))
+            total = total + products(left, right) / self.points
         return (total + total.mT) / 2
 
     def loss(self, theta: Float[Tensor, " params"]) -> float:
