@@ -109,20 +109,35 @@ def _outer(parts: Sequence[EigenPart], piece: OuterRows) -> Iterator[tuple[slice
 def _shared(
     layout: MatrixLayout, parts: Sequence[EigenPart], piece: OuterRows, budget: int
 ) -> Iterator[tuple[slice, Piece, EigenPart]]:
+    """Both sides of some data points are made, and the left one is turned, once for all parts."""
     count, batch = piece.shape
     rows_before = piece.shared < layout.width
     cols_before = piece.shared < count * layout.rows
-    for part in parts:
-        for points in chunks(batch, contract_bytes(piece.left, part.part.stop - part.part.start), budget):
-            right = piece.right_of(points)[..., part.part]
-            right = _rotate_vectors(right, part.col_vectors if cols_before else None)
-            left = piece.left[:, points].permute(1, 3, 0, 4, 2)  # [n, k, r, o, t]
-            if rows_before and part.row_vectors is not None:
-                left = part.row_vectors.mT.unsqueeze(1) @ left
-            matrix = contract_folded(left, right)
+    widest = max(part.part.stop - part.part.start for part in parts)
+    for points in chunks(batch, contract_bytes(piece.left, widest), budget):
+        inputs, by = piece.right_of(points), None
+        left = piece.left[:, points]
+        folded = turned = left.permute(1, 3, 0, 4, 2)  # [n, k, r, o, t]
+        for part in parts:
+            right = _rotate_vectors(inputs[..., part.part], part.col_vectors if cols_before else None)
+            if rows_before and part.row_vectors is not None and part.row_vectors is not by:
+                turned, by = _turned(left, folded, part.row_vectors), part.row_vectors
+            matrix = contract_folded(turned, right)
             matrix = _rotate_last(matrix, None if cols_before else part.col_vectors)
             matrix = _rotate_last(matrix.mT, None if rows_before else part.row_vectors).mT
             yield points, DenseRows(0, matrix.flatten(2).transpose(0, 1)), part
+
+
+def _turned(
+    left: Float[Tensor, "r n t groups rows"], folded: Float[Tensor, "n groups r rows t"], rotation: Tensor
+) -> Float[Tensor, "n groups r rows t"]:
+    """Q^T g at every position, folded: all of them in one product where features come last in memory.
+
+    Where positions do, as after a convolution, one product for each data point and cotangent spares a transposing copy.
+    """
+    if rotation.shape[0] == 1 and left.stride(-1) == 1:
+        return _rotate_vectors(left, rotation).permute(1, 3, 0, 4, 2)
+    return rotation.mT.unsqueeze(1) @ folded
 
 
 def _table(part: EigenPart, piece: LookupRows) -> Iterator[tuple[slice, Piece, EigenPart]]:
