@@ -35,6 +35,8 @@ AXES: dict[str, list[int]] = {
     "outputs": [2, 8, 32, 128],
 }
 BASE = {"weights": 10**5, "points": 128, "outputs": 10}
+FULL_WEIGHTS = 3000
+"""A full matrix of the base's weights would take 75 GB: its cost against N and C is that of fewer."""
 STRUCTURES = {
     "diag": ("all", "diag", {}),
     "kron": ("all", "kron", {"estimator": "exact"}),
@@ -121,19 +123,27 @@ def child(name: str, sizes: dict[str, int], threads: int) -> None:
     print(json.dumps(found))
 
 
+def expected(rows: list[dict[str, Any]], value: int, keys: tuple[str, ...]) -> float:
+    """What the next size may take: by the growth between the last two, from linear to cubic; after one, by 1.5."""
+    sizes, costs = [row["at"] for row in rows[-2:]], [sum(row[key] for key in keys) for row in rows[-2:]]
+    power = 1.5
+    if len(rows) > 1 and min(costs) > 0:
+        power = min(3.0, max(1.0, log(costs[1] / costs[0]) / log(sizes[1] / sizes[0])))
+    return costs[-1] * (value / sizes[-1]) ** power
+
+
 def measured(name: str, axis: str, threads: int, limit: float, memory: float, largest: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for value in AXES[axis]:
         if axis == "weights" and value > largest:
             break
         if rows:
-            growth = (value / rows[-1]["at"]) ** 1.5
-            seconds = (rows[-1]["fit"] + rows[-1]["prediction"]) * growth
-            if seconds > limit or rows[-1]["bytes"] * growth > memory:
+            seconds = expected(rows, value, ("fit", "prediction"))
+            if seconds > limit or expected(rows, value, ("bytes",)) > memory:
                 rows.append({"at": value, "left_out": "time" if seconds > limit else "memory"})
                 print(f"{axis:8} {value:>11,} {name:20} left out: {rows[-1]['left_out']}", flush=True)
                 break
-        sizes = json.dumps(BASE | {axis: value})
+        sizes = json.dumps(BASE | ({"weights": FULL_WEIGHTS} if name == "full" else {}) | {axis: value})
         command = [sys.executable, __file__, "--child", name, sizes, "--threads", str(threads)]
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * limit)
@@ -192,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--child", nargs=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds that a fit and a prediction may take")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds that a fit and a prediction may take")
     parser.add_argument("--memory", type=float, default=12.0, help="GB that they may take")
     parser.add_argument("--largest", type=int, default=10**8, help="weights")
     parser.add_argument("--only", nargs="*", default=list(STRUCTURES))
@@ -220,7 +230,8 @@ def main() -> None:
             for axis, keys in axes.items()
         ]
         print(f"{name:20} exponents in {'; '.join(words)}")
-    write(where, {"base": BASE, "threads": arguments.threads, "measured": found, "exponents": slopes})
+    sizes = {"base": BASE, "full_weights": FULL_WEIGHTS, "threads": arguments.threads}
+    write(where, {**sizes, "measured": found, "exponents": slopes})
     picture(found, RESULTS / "scaling.png")
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.errors import CurvatureError, LapwingWarning
+from lapwing.linalg.few_directions import eigh_of_few
 
 PART = 2**22
 """Entries of a large matrix that are looked at together."""
@@ -113,12 +114,20 @@ def eigh(
     check_finite(matrix, "the matrix to decompose")
     values = vectors = None
     if single and matrix.dtype == torch.float32 and matrix.shape[-1] >= WIDE:
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = _eigh_single(matrix)
     if values is None or vectors is None or not _decomposes(matrix, values, vectors):
         values, vectors = torch.linalg.eigh(matrix.double())
     tolerance = rounding(matrix) * values.abs().amax(-1, keepdim=True)
     values = torch.where((values < 0) & (values >= -tolerance), torch.zeros_like(values), values)
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
+def _eigh_single(matrix: Float[Tensor, "*batch p p"]) -> tuple[Tensor, Tensor]:
+    """In float32; one matrix that is zero in most directions, by those that it has."""
+    few = eigh_of_few(matrix.reshape(matrix.shape[-2:])) if matrix.numel() == matrix.shape[-1] ** 2 else None
+    if few is None:
+        return torch.linalg.eigh(matrix)
+    return few[0].reshape(matrix.shape[:-1]), few[1].reshape(matrix.shape)
 
 
 def _decomposes(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
