@@ -2,8 +2,9 @@
 
 An MLP of two hidden layers on random data. One measurement is a process of its own: the time of a gradient over all
 data (the unit), of a fit, and of the first linearised prediction of 8 inputs, decompositions included, each the best of
-up to three; and the peak of resident memory over what was there before the first fit (Linux). Sizes that would take longer than `--limit` seconds or more
-memory than `--memory` GB, by the growth so far, are left out, and said to be; what is refused says why.
+up to three; and the peak of resident memory over what was there before the first fit (Linux). Sizes that would take
+longer than `--limit` seconds or more memory than `--memory` GB, by the growth so far, are left out, and said to be;
+what is refused says why.
 
 Exponents are slopes of log cost against log size over the sizes above the smallest one that takes a hundredth of the
 largest: below it, time is that of starting operations.
