@@ -106,7 +106,9 @@ class Dense:
             gradient = self.gradient(theta)
             hessian = torch.autograd.functional.hessian(self.loss, theta)
             step, size = torch.linalg.solve(hessian, gradient), 1.0
-            while size > 1e-9 and not self.loss(theta - size * step) <= self.loss(theta):
+            here = self.loss(theta)
+            most = here + 1e-14 * here.abs()  # the last steps change the loss by less than its rounding
+            while size > 1e-9 and not self.loss(theta - size * step) <= most:
                 size /= 2
             theta = theta - size * step
             if float(step.norm()) < 1e-10 * (1 + float(theta.norm())):  # the next would be of its square

@@ -172,6 +172,18 @@ def test_no_rotation_of_equal_eigenvectors_changes_the_result(name: str, monkeyp
     assert any(not torch.allclose(a.abs(), b.abs(), atol=1e-3) for a, b in zip(bases[0], bases[1], strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_over_positions_that_cancel_are_zero_and_not_their_rounding(dtype: torch.dtype) -> None:
+    """A shift of all keys changes no softmax, so that the sum of their cotangents is zero, on any processor."""
+    problem = problems.build("mha_time_first")
+    tangent = Tangent(problem.model.to(dtype))
+    found = estimate.kflr(tangent, problem.likelihood, [(problem.x.to(dtype), problem.y)], sharing="reduce")
+    queries, keys, values = found.diagonal()[tangent.space.segment("mha.in_proj_weight")].view(3, 16)
+    assert not keys.any()
+    assert queries.all()
+    assert values.all()
+
+
 def is_bias(curvature: Blocks, position: int) -> bool:
     """Whether an entry of the flat vector belongs to the bias of a corrected block."""
     for block in curvature.blocks:
