@@ -122,7 +122,8 @@ def test_kron_runs_and_is_positive_semidefinite(name: str) -> None:
             torch.linalg.cholesky(dense + 1e-9 * dense.abs().max() * torch.eye(len(dense)))
             # a parameter with no influence has no curvature, and the other way round
             assert torch.equal(dense.diagonal() > 1e-14, curvature.diagonal() > 1e-14)
-            assert not bool((dense.diagonal()[ggn.diagonal() > 1e-12] <= 0).any())
+            if options.get("sharing") != "reduce":  # whose sums over positions may cancel: keys, maps before a norm
+                assert not bool((dense.diagonal()[ggn.diagonal() > 1e-12] <= 0).any())
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.estimate.exact_diagonal import SquareSum
-from lapwing.estimate.symmetric_sums import DiagonalSum, GramSum, SymmetricSum, factor_sum, merged
+from lapwing.estimate.symmetric_sums import DiagonalSum, GramSum, SymmetricSum, factor_sum, merged, over_positions
 from lapwing.linalg import (
     Curvature,
     Dense,
@@ -28,9 +27,6 @@ from lapwing.linalg import (
 from lapwing.linalg.budget import CACHE, DEFAULT_BUDGET, chunks
 from lapwing.linalg.kronecker.factors import diagonal_of
 from lapwing.linalg.rows import assemble
-
-CANCELLED = 64
-"""A sum over positions that is this many roundings of its terms' length counts as zero."""
 
 
 class Accumulator(ABC):
@@ -153,7 +149,7 @@ class Matrix(Accumulator):
         width = self.layout.width if role == "upright" else self.layout.rows
         left = outers[0].left if len(outers) == 1 else torch.cat([piece.left for piece in outers], dim=2)
         reduced = self.reduce and left.shape[2] > 1
-        left = _over_positions(left) if reduced else left
+        left = over_positions(left) if reduced else left
         sums = self._sums(role, left, width, left.shape[-1])
         sums.grads.add(merged(left))
         if first:
@@ -216,11 +212,3 @@ class Matrix(Accumulator):
 
 def _wide(values: Tensor, width: int) -> Tensor:
     return values if values.shape[-1] == width else F.pad(values, (0, width - values.shape[-1]))
-
-
-def _over_positions(left: Float[Tensor, "R n t k o"]) -> Float[Tensor, "R n 1 k o"]:
-    """Sums over positions; those that cancel, as the keys of attention do, are zero and not their rounding."""
-    total = left.sum(2, keepdim=True)
-    length = torch.linalg.vector_norm(left, dim=(2, 4), keepdim=True)
-    rounding = CANCELLED * torch.finfo(left.dtype).eps * length
-    return total.masked_fill(torch.linalg.vector_norm(total, dim=4, keepdim=True) <= rounding, 0.0)

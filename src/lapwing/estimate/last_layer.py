@@ -27,7 +27,7 @@ from lapwing.estimate.exact_blocks import partition
 from lapwing.estimate.exact_diagonal import SquareSum
 from lapwing.estimate.full_matrix import check_full
 from lapwing.estimate.kronecker import KroneckerOptions
-from lapwing.estimate.symmetric_sums import DiagonalSum, GramSum, SymmetricSum, factor_sum, mirrored
+from lapwing.estimate.symmetric_sums import DiagonalSum, GramSum, SymmetricSum, factor_sum, mirrored, over_positions
 from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.linalg import Block, Blocks, Dense, Diagonal, Kronecker, MatrixLayout, Piece, Term
 from lapwing.linalg.budget import chunks
@@ -198,7 +198,7 @@ class FeatureBatch:
         else:
             for chunk in self._chunked():
                 left = chunk.reshape(*chunk.shape[:2], -1, rows)
-                left = (left.sum(2) if reduce else left).reshape(-1, rows)
+                left = (over_positions(left) if reduce else left).reshape(-1, rows)
                 total += left.mT @ left
         return total
 
@@ -209,7 +209,7 @@ class FeatureBatch:
         total = self.zeros(self.linear_map.layout.rows)
         for chunk in self._chunked():
             left = chunk.reshape(*chunk.shape[:2], -1, len(total))
-            total += (left.sum(2) if reduce else left).square().reshape(-1, len(total)).sum(0)
+            total += (over_positions(left) if reduce else left).square().reshape(-1, len(total)).sum(0)
         return total
 
     def pieces(self) -> Iterator[list[Piece]]:

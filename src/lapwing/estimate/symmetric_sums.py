@@ -41,6 +41,8 @@ class SymmetricSum:
         return mirrored(self.upper)
 
 
+CANCELLED = 64
+"""A sum over positions that is this many roundings of its terms' length counts as zero."""
 WIDE, ALIGNED = 192, 16
 """Sums of this width have rows, and bands of them, at multiples of so many entries."""
 FEW_ROWS = 1024
@@ -134,6 +136,14 @@ def merged(left: Float[Tensor, "r n *rest"]) -> Float[Tensor, "m *rest"]:
     """Cotangents and data points as one axis, in whichever order needs no copy."""
     by_point = left.transpose(0, 1)
     return by_point.flatten(0, 1) if by_point.stride(0) == by_point.stride(1) * left.shape[0] else left.flatten(0, 1)
+
+
+def over_positions(left: Float[Tensor, "r n t *groups o"]) -> Float[Tensor, "r n 1 *groups o"]:
+    """Sums over positions; those that cancel, as the keys of attention do, are zero and not their rounding."""
+    total = left.sum(2, keepdim=True)
+    length = torch.linalg.vector_norm(left, dim=(2, -1), keepdim=True)
+    rounding = CANCELLED * torch.finfo(left.dtype).eps * length
+    return total.masked_fill(torch.linalg.vector_norm(total, dim=-1, keepdim=True) <= rounding, 0.0)
 
 
 def add_product(total: Float[Tensor, "k d d"], last: Float[Tensor, "k d m"]) -> None:
