@@ -19,7 +19,7 @@ from lapwing.estimate import data_products
 from lapwing.estimate.cotangents import empirical
 from lapwing.laplace import BaseLaplace
 from lapwing.likelihoods import Categorical, Poisson
-from lapwing.linalg import MatrixFree, matrix_free
+from lapwing.linalg import MatrixFree
 from lapwing.linalg.matrix_free import MatrixFreePrecision
 from lapwing.params import ParamSpace
 from lapwing.tangent import Tangent
@@ -312,28 +312,35 @@ def test_variances_among_the_outputs_lie_within_their_bounds(dtype: torch.dtype)
     assert bool(solution.converged.all())
 
 
-def test_systems_of_very_many_weights_and_few_outputs_are_solved_among_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By themselves, where few vectors of P entries fit a block; shuffled data and any batch size are fine."""
-    assert precision_of(made("classification")).few is None
-    monkeypatch.setattr(matrix_free, "BLOCK_BYTES", 16 * 8 * 8 * 31 - 1)
+def test_systems_of_many_weights_and_few_outputs_are_solved_among_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By themselves, where there are four weights for a row; shuffled data and any batch size are fine."""
+
+    def of(hidden: int, structure: str = "matrix_free", **options: Any) -> BaseLaplace:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 3)).double()
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(*data("classification")[0]),
+            batch_size=7,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(0),
+        )
+        la = Laplace(model, "classification", "all", structure, **options)
+        la.fit(loader)
+        return la
+
+    assert precision_of(of(26)).few is None  # 185 weights, 48 rows
+    assert precision_of(of(27, preconditioner="diagonal")).few is None
+    assert precision_of(of(27, solve_in="weights")).few is None
+    assert precision_of(of(27, block=4)).few is None
     monkeypatch.setattr(data_products, "KEPT", 1)  # one data point at a time
-    assert precision_of(made("classification", preconditioner="diagonal")).few is None
-    assert precision_of(made("classification", solve_in="weights")).few is None
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(*data("classification")[0]),
-        batch_size=7,
-        shuffle=True,
-        generator=torch.Generator().manual_seed(0),
-    )
-    found, full = Laplace(net(), "classification", "all", "matrix_free"), made("classification", "full")
-    found.fit(loader)
+    found, full = of(27), of(27, "full")  # 192 weights
     few = precision_of(found).few
     assert few is not None
     assert len(few.rows.counts) == 24
     xt = torch.randn(5, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     close(found.predict_moments(xt)[1], full.predict_moments(xt)[1])
-    monkeypatch.setattr(data_products, "FEW", 47)  # of 48
-    assert precision_of(made("classification")).few is None
+    monkeypatch.setattr(data_products, "FEW", 47)
+    assert precision_of(of(27)).few is None
 
 
 def test_weights_that_have_changed_are_refused_among_the_outputs_too() -> None:

@@ -43,8 +43,8 @@ SPACES = ("auto", "weights", "outputs")
 """Where systems are solved."""
 FEW = 4096
 """Rows up to which "auto" solves among them: their Gram matrix takes 128 MB."""
-SIDE_BY_SIDE = 16
-"""Systems that fit a block at least, for "auto" to solve among the weights."""
+TALL = 4
+"""Weights per row from which "auto" solves among the rows."""
 
 
 def matrix_free(
@@ -71,7 +71,7 @@ def matrix_free(
 
     `solve_in` "outputs" keeps the data and solves, under an isotropic prior, among their M outputs by a matrix [M, M]
     that is formed once; other priors are solved for among the weights, as with "weights". "auto" chooses the outputs
-    where M is at most `FEW` and fewer than `SIDE_BY_SIDE` systems of P weights fit a block at a time.
+    where M is at most `FEW` and P / `TALL`, unless `block` says how many systems of P weights to solve at a time.
     """
     if cotangents not in (exact, fisher, empirical):
         raise CurvatureError(
@@ -103,9 +103,8 @@ def matrix_free(
     first = kept.watched(reported)
     if estimator is not None:
         return MatrixFree(kept, effort, estimator(tangent, likelihood, first, cotangents=cotangents))
-    asked = solve_in == "outputs"
-    large = solve_in == "auto" and effort.block is None and effort.columns(kept) < SIDE_BY_SIDE
-    held = HeldData(kept, LIMIT if asked else FEW if large else 0, asked)
+    asked, free = solve_in == "outputs", solve_in == "auto" and block is None
+    held = HeldData(kept, LIMIT if asked else min(FEW, kept.size // TALL) if free else 0, asked)
     for linear, y in linearised(tangent, likelihood, first):
         held.take(linear, y)
     return MatrixFree(kept, effort, near, rows=held.rows())
