@@ -146,6 +146,34 @@ CASES = {
     "einsum with dots, two axes": (
         Net(lambda x, w: torch.einsum("...i,...io->...o", x, w).flatten(1), w=(3, 2, 4)), inputs(5, 2, 3, 2),
     ),
+    "a table of positions": (
+        Net(lambda x, w: (x * F.embedding(torch.arange(3), w)).flatten(1), w=(7, 2)), inputs(5, 3, 2),
+    ),
+    "a table of positions for a batch of one": (
+        Net(lambda x, w: (x + F.embedding(torch.arange(3)[None], w)).flatten(1), w=(7, 2)), inputs(5, 3, 2),
+    ),
+    "a table of positions for every sample": (
+        Net(lambda x, w: (x + F.embedding(torch.arange(1, 4).repeat(len(x), 1), w)).flatten(1), w=(7, 2)),
+        inputs(5, 3, 2),
+    ),
+    "a table with one type of token": (
+        Net(lambda x, w: (x * F.embedding(torch.ones(len(x), 3).long(), w)).flatten(1), w=(3, 2)), inputs(5, 3, 2),
+    ),
+    "a part of a table, by an index": (
+        Net(lambda x, w: (x + w[2:][torch.arange(1, 4)]).flatten(1), w=(7, 2)), inputs(5, 3, 2),
+    ),
+    "a table of positions, padded elsewhere": (
+        Net(lambda x, w: (x * F.embedding(torch.arange(3), w, -1)).flatten(1), w=(7, 2)), inputs(5, 3, 2),
+    ),
+    "a table of positions, one of them padded, without a rule": (
+        Net(lambda x, w: (x * F.embedding(torch.arange(3), w, 1)).flatten(1), w=(7, 2)), inputs(5, 3, 2),
+    ),
+    "a table of positions with gaps, without a rule": (
+        Net(lambda x, w: (x * F.embedding(torch.tensor([0, 2, 3]), w)).flatten(1), w=(7, 2)), inputs(5, 3, 2),
+    ),
+    "a table of positions from the end, without a rule": (
+        Net(lambda x, w: (x + w[torch.arange(-3, 0)]).flatten(1), w=(7, 2)), inputs(5, 3, 2),
+    ),
 }  # fmt: skip
 
 
@@ -204,3 +232,25 @@ def test_a_weight_with_and_without_its_bias() -> None:
     expected = torch.kron(torch.eye(3).double() * 12, ones.mT @ ones) / 12
     order = torch.cat([torch.arange(9).reshape(3, 3)[:, :2].flatten(), torch.arange(9).reshape(3, 3)[:, 2]])
     torch.testing.assert_close(curvature.dense(), expected[order][:, order], rtol=1e-9, atol=1e-12)
+
+
+def test_positions_of_batches_of_several_lengths() -> None:
+    """What a table has beyond them is no part of a batch's rows: curvatures add up to those of the whole table."""
+    body = lambda x, w, v: ((x * F.embedding(torch.arange(x.shape[1]), w)) @ v).sum(1)  # noqa: E731
+    net, batches = Net(body, w=(7, 2), v=(2, 3)), [inputs(5, 3, 2), inputs(4, 6, 2), inputs(3, 2, 2)]
+    data = [(x, torch.zeros(len(x), 3).double()) for x in batches]
+    rows = torch.cat([brute_force(net, x).flatten(0, 1) for x in batches])
+    full = rows.mT @ rows
+    torch.testing.assert_close(estimate.full(Tangent(net), Gaussian(), data).dense(), full, rtol=1e-9, atol=1e-9)
+    found = estimate.diagonal(Tangent(net), Gaussian(), data).dense()
+    torch.testing.assert_close(found, full.diagonal().diag(), rtol=1e-9, atol=1e-9)
+    table = slice(0, 14)
+    for structure in (estimate.kflr, estimate.blocks):
+        found = structure(Tangent(net), Gaussian(), data).dense()[table, table]
+        torch.testing.assert_close(found, full[table, table], rtol=1e-9, atol=1e-9)
+    for structure in (estimate.dual, estimate.matrix_free):
+        precision = structure(Tangent(net), Gaussian(), data).with_prior(0.5)
+        inverse = torch.linalg.inv(full + 0.5 * torch.eye(20).double())
+        covariance = precision.covariance(Tangent(net).at(batches[1]))
+        rows = brute_force(net, batches[1])
+        torch.testing.assert_close(covariance, rows @ inverse @ rows.mT, rtol=1e-7, atol=1e-9)

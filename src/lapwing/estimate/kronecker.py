@@ -190,8 +190,15 @@ def _plan(batch: Pulled, blocks: dict[Segments, Accumulator], make: Make) -> Pla
                 free.append(member)
             else:
                 assigned.setdefault(home, []).append(member)
-    for segments, members in _groups(free, batch.pieces):
-        blocks[segments] = make(segments, [member.of(batch.pieces) for member in members], batch.linearisation)
+    groups = _groups(free, batch.pieces)
+    used = [
+        interval for segments in (*blocks, *(segments for segments, _ in groups)) for interval in segments.intervals
+    ]
+    for segments, members in groups:
+        group = [member.of(batch.pieces) for member in members]
+        if not _is_matrix(group):
+            segments = _grown(segments, used, batch.linearisation.space)
+        blocks[segments] = make(segments, group, batch.linearisation)
         assigned[segments] = members
     return [(blocks[segments], members) for segments, members in assigned.items()]
 
@@ -241,6 +248,23 @@ def _groups(free: Sequence[Member], pieces: Sequence[Piece]) -> list[tuple[Segme
                 group = [each for each in group if each is not piece] + parts
         groups += connected(group)
     return [(segments, [found[id(piece)][0] for piece in group]) for segments, group in groups]
+
+
+def _grown(segments: Segments, used: Sequence[Segment], space: ParamSpace) -> Segments:
+    """With what is left of its tensors: of a table of positions, those beyond the length of this batch's sequences.
+
+    The block is then the same whichever batch comes first. An interval reaches to the next that is used, and back to
+    the start of its tensor where it is the first.
+    """
+    found = []
+    for start, stop in segments.intervals:
+        tensor = space.segment(name_of(Segments(((start, stop),)), space))
+        if stop <= tensor.stop:
+            after = min((a for a, _ in used if a >= stop), default=tensor.stop)
+            before = any(tensor.start <= a < start for a, _ in used)
+            start, stop = start if before else tensor.start, min(after, tensor.stop)
+        found.append((start, stop))
+    return Segments(tuple(found))
 
 
 def _is_matrix(group: Sequence[Piece]) -> bool:

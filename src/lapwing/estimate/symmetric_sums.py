@@ -88,7 +88,7 @@ class GramSum:
 
     def _add_rows(self, rows: Float[Tensor, "m k d"]) -> None:
         enough = enough_rows(rows.shape[-1])
-        if len(rows) >= enough:
+        if 2 * len(rows) > enough:  # a second batch as large would not fit beside it
             add_product(self.upper, rows.permute(1, 2, 0))
             return
         if self.waiting is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import maybe_current_level
 from torch.autograd.graph import get_gradient_edge
@@ -37,8 +38,8 @@ from lapwing.tangent.operations import (
 )
 from lapwing.tangent.paths import Key, Paths
 from lapwing.tangent.recurrent import UNROLLED, can_unroll, unrolled
-from lapwing.tangent.rules import IN_PLACE, RULES, Call, methods
-from lapwing.tangent.sources import Alias, Derived, Repeated, Source, parameter_alias, repeats, view_alias
+from lapwing.tangent.rules import IN_PLACE, RULES, Call, embedding_arguments, methods
+from lapwing.tangent.sources import Alias, Derived, Repeated, Source, looked_up, parameter_alias, repeats, view_alias
 from lapwing.tangent.uses import Use
 
 _SAME_ENTRIES = frozenset(
@@ -275,7 +276,7 @@ class Recorder(TorchFunctionMode):
             self._data.add(*outs)
             use = self._use(func, args, kwargs, out, read, name, onward)
         else:
-            self._derive(func, outs, read, name)
+            self._derive(func, args, kwargs, outs, read, name)
         kept = self._snapshot(outs[0].detach()) if self._snapshot is not None and len(outs) == 1 else None
         self.record.events.append(Event(name, kept, use, dependent))
 
@@ -296,15 +297,17 @@ class Recorder(TorchFunctionMode):
         self.record.paths.add(use.edge, onward, sources)
         return use
 
-    def _derive(self, func, outs: list[Tensor], read: list[Tensor], name: str) -> None:
+    def _derive(self, func, args, kwargs, outs: list[Tensor], read: list[Tensor], name: str) -> None:
         sources = [self.source(t) for t in read]
         for out in outs:
             if not out.requires_grad or id(out) in self._sources:
                 continue
-            source = self._alias(func, out, sources)
+            view, shape = self._rows(func, args, kwargs, sources) or (None, None)
+            source = self._alias(func, out, sources) if view is None else view if shape == out.shape else None
             if source is None:
                 names = self._names(read)
-                origin = self._origin(func, name, out, read, sources)
+                repeated = None if view is None or shape is None else Repeated(view, shape, name)
+                origin = repeated or self._origin(func, name, out, read, sources)
                 source = Derived(names, get_gradient_edge(out), out.shape, out.dtype, origin)
                 for derived in sorted(names) if origin is None else ():
                     self.record.derived.setdefault(derived, name)
@@ -317,6 +320,17 @@ class Recorder(TorchFunctionMode):
             return None
         (source,) = sources
         return Repeated(source, tuple(read[0].shape), name) if isinstance(source, Alias) else source and source.origin
+
+    @staticmethod
+    def _rows(func, args, kwargs, sources: list[Source | None]) -> tuple[Alias, tuple[int, ...]] | None:
+        """The rows of a table that an index without data picks, and their shape before they are repeated."""
+        (first, *others) = sources
+        if func not in (F.embedding, Tensor.__getitem__) or others or not isinstance(first, Alias):
+            return None
+        if func is Tensor.__getitem__:
+            return looked_up(first, args[1]) if isinstance(args[1], Tensor) else None
+        index, _, padding, by_count = embedding_arguments(args, kwargs)
+        return None if by_count or (padding is not None and bool((index == padding).any())) else looked_up(first, index)
 
     def _alias(self, func, out: Tensor, sources: list[Source | None]) -> Alias | None:
         first = sources[0]

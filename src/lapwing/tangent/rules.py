@@ -412,13 +412,18 @@ def cat(call: Call) -> Use | None:
 # -- lookup ---------------------------------------------------------------------------------------------------------
 
 
+def embedding_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, int | None, bool]:
+    """Of `F.embedding`: the index, the table, the row that passes no gradient, and whether rows are scaled by count."""
+    bound = _signature(F.embedding).bind(*args, **kwargs)
+    bound.apply_defaults()
+    index, table, padding, *_, by_count, _ = bound.arguments.values()
+    return index, table, padding + len(table) if padding is not None and padding < 0 else padding, by_count
+
+
 @rule(F.embedding)
 def embedding(call: Call) -> Use | None:
-    bound = _bound(call)
-    weight, padding = bound["weight"], bound["padding_idx"]
+    index, weight, padding, by_count = embedding_arguments(call.args, call.kwargs)
     source = call.source(weight)
-    if bound["scale_grad_by_freq"] or source is None:
+    if by_count or source is None:
         return None
-    if padding is not None and padding < 0:
-        padding += weight.shape[0]
-    return Lookup("embedding", source, bound["input"].detach().clone(), tuple(weight.shape), padding)
+    return Lookup("embedding", source, index.detach().clone(), tuple(weight.shape), padding)

@@ -89,6 +89,27 @@ def parameter_alias(name: str, start: int, shape: torch.Size) -> Alias:
     return Alias(name, start, tuple(shape), tuple(range(len(shape))))
 
 
+def looked_up(table: Alias, index: Tensor) -> tuple[Alias, tuple[int, ...]] | None:
+    """Rows of a table [V, E] at an index, one after the other and perhaps repeated: the view, and its shape before.
+
+    Positions from 0 on, the same for every sample, or one type for all tokens: what language models do with tables
+    that their words have no part in.
+    """
+    if index.is_floating_point() or index.dtype == torch.bool or not index.numel():
+        return None
+    if len(table.stored) != 2 or not table.in_order:
+        return None
+    for axis in range(index.dim()):
+        first = index.narrow(axis, 0, 1)
+        if torch.equal(first.expand_as(index), index):
+            index = first
+    start, stop = int(index.min()), int(index.max()) + 1
+    if start < 0 or not torch.equal(index.flatten(), torch.arange(start, stop).to(index)):
+        return None
+    shape = (*index.shape, table.stored[1])
+    return Alias(table.name, table.start + start * table.stored[1], shape, tuple(range(len(shape)))), shape
+
+
 def view_alias(out: Tensor, parameter: Tensor, whole: Alias) -> Alias | None:
     """The alias that `out` is, if it is a dense view of the contiguous `parameter`."""
     if not parameter.is_contiguous() or out.numel() == 0 or out.dtype != parameter.dtype:
