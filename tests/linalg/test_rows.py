@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contracts import close, generator, normal, outer, positions, spelled_out
-from lapwing.linalg import DenseRows, LookupRows, MatrixLayout, OuterRows, Piece, Segments
+from lapwing.linalg import DenseRows, DiagonalPrecision, LookupRows, MatrixLayout, OuterRows, Piece, Segments
 from lapwing.linalg.budget import chunks
 from lapwing.linalg.layout import merge_segments
 from lapwing.linalg.rows import Places, assemble, connected
@@ -277,3 +277,61 @@ def test_a_late_right_side_is_made_when_asked_for_and_again_once_forgotten() -> 
     assert plain.right is right
     with pytest.raises(AttributeError, match="no attribute 'wrong'"):
         late.wrong  # type: ignore[attr-defined]  # noqa: B018
+
+
+@fast
+@given(layouts(), st.integers(1, 4), st.booleans(), st.sampled_from(["expanded", "equal", "uneven"]))
+def test_squares_under_one_number_are_those_of_rows_spelled_out(spec: Spec, shared: int, same: bool, kind: str) -> None:
+    """By products of positions where these are few, for all data points at once or cotangents that they share."""
+    layout, g = MatrixLayout(*spec), generator()
+    left = normal(g, 2, 1 if same else 3, shared, layout.groups, layout.rows)
+    left = left.expand(-1, 3, -1, -1, -1)
+    rows = OuterRows(layout, left, normal(g, 3, shared, layout.groups, layout.width))
+    size = end(layout)
+    precision = torch.tensor(0.3, dtype=torch.float64).expand(size)
+    if kind != "expanded":
+        precision = precision.clone()
+    if kind == "uneven":
+        precision[layout.segments[0][0]] = 0.7
+    dense = assemble([rows], size, slice(0, 3)).transpose(0, 1)
+    expected = (dense / precision) @ dense.mT
+    found = DiagonalPrecision(precision)
+    close(found.quadratic([rows]), expected)
+    close(found.squares([rows]), expected.diagonal(dim1=1, dim2=2))
+
+
+def test_squares_under_one_number_need_no_rows_where_positions_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in float32 rows are formed: positions that cancel would leave the rounding of what they cancel."""
+    layout, g = MatrixLayout(0, (40, 30), (0, 1), 1, 40, 30), generator()
+    left, right = normal(g, 2, 3, 4, 1, 40), normal(g, 3, 4, 1, 30)
+    precision = DiagonalPrecision(torch.tensor(2.0, dtype=torch.float64).expand(layout.rows * layout.cols))
+    assert precision.variance().stride(0) == 0
+    expected = precision.squares([OuterRows(layout, left, right)])
+    formed = DiagonalPrecision(torch.tensor(2.0).expand(precision.size)).squares(
+        [OuterRows(layout, left.float(), right.float())]
+    )
+    torch.testing.assert_close(formed.double(), expected, rtol=1e-5, atol=0.0)
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("rows were formed")
+
+    monkeypatch.setattr("lapwing.linalg.rows.contract", never)
+    close(precision.squares([OuterRows(layout, left, right)]), expected)
+    precision.quadratic([OuterRows(layout, left, right)])
+    with pytest.raises(AssertionError, match="rows were formed"):
+        DiagonalPrecision(torch.tensor(2.0).expand(precision.size)).squares(
+            [OuterRows(layout, left.float(), right.float())]
+        )
+
+
+def test_a_number_that_requires_gradients_has_them_through_squares() -> None:
+    layout, g = MatrixLayout(0, (5, 6), (0, 1), 1, 5, 6), generator()
+    rows = OuterRows(layout, normal(g, 2, 3, 2, 1, 5), normal(g, 3, 2, 1, 6))
+    delta = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    value = DiagonalPrecision(delta.expand(30)).squares([rows]).sum()
+    (slope,) = torch.autograd.grad(value, delta)
+    close(slope, -value.detach() / 0.4)
+    each = torch.full((30,), 0.4, dtype=torch.float64, requires_grad=True)
+    (slopes,) = torch.autograd.grad(DiagonalPrecision(each).squares([rows]).sum(), each)
+    close(slopes.sum(), slope)
+    assert slopes.std() > 0

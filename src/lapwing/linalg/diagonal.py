@@ -83,10 +83,14 @@ class DiagonalPrecision(Precision):
         return self.values.log().sum()
 
     def variance(self) -> Float[Tensor, " params"]:
+        if self.values.dim() == 1 and self.values.stride(0) == 0 and self.size > 1:  # one number, held once
+            return self.values[0].reciprocal().expand(self.size)
         return self.values.reciprocal()
 
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
-        return add_grams(weighed(pieces, self.variance()), *pieces[0].shape)
+        found = weighed(pieces, self.variance(), even=lambda piece: piece.even(whole=True))
+        return add_grams(found, *pieces[0].shape)
 
     def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
-        return add_squares(weighed(pieces, self.variance()), *pieces[0].shape)
+        found = weighed(pieces, self.variance(), even=lambda piece: piece.even(whole=False))
+        return add_squares(found, *pieces[0].shape)

@@ -13,7 +13,7 @@ What can be computed from rows is a method of `Piece`: products with directions 
 (`product`), and their weighted squares, sum_p row[r,n,p] weight[p] row[s,n,p], for a weight in the shape of the piece:
 
     gram      [N, R, R]
-    squares   [N, R], its diagonal, without the rest
+    squares   [N, R], its diagonal, without the rest; of a weight that is one number, both may need no rows (`even`)
     sweep     [K, N, R], the squares under the weights 1 / (values + precision) of K precisions at once
     total     the squares of every entry, unweighted, summed over data points and rows
 """
@@ -246,6 +246,10 @@ class Piece(ABC):
     def squarable(self, budget: int | None = None) -> Iterator[tuple[slice, Piece]]:
         """Data points and their rows in a form that can be squared: sums over positions are formed, a few at a time."""
         yield slice(0, self.shape[1]), self
+
+    def even(self, whole: bool) -> bool:
+        """Whether `gram` (`whole`) or `squares` under a weight that is one number, [], take less than forming rows."""
+        return False
 
     @abstractmethod
     def gram(self, weight: Tensor) -> Float[Tensor, "n r r"]: ...
@@ -503,13 +507,43 @@ class OuterRows(MatrixRows):
             return squared[:, 0] @ weight[0].mT
         return torch.einsum("n k i, k o i -> n k o", squared, weight).flatten(1)
 
-    def gram(self, weight: Float[Tensor, "groups rows width"]) -> Float[Tensor, "n r r"]:
+    def even(self, whole: bool) -> bool:
+        """In float64 alone: positions that cancel leave the rounding of what they cancel."""
+        count, shared, rows = self.shape[0], self.shared, self.layout.rows
+        meeting = count * count if whole else count
+        needed = shared * shared * (meeting * rows + self.layout.width)
+        return self.left.dtype == torch.float64 and needed < (count * shared + meeting) * rows * self.layout.width
+
+    def _even(self, whole: bool) -> Float[Tensor, "n *r"]:
+        """sum over t, u of (left_t . left_u) (right_t . right_u)."""
+        left, found = once(self.left), []
+        meeting = self.shape[0] ** (2 if whole else 1)
+        each = 2 * 8 * self.layout.groups * self.shared**2 * meeting
+        for points in chunks(self.shape[1], each, intermediate_bytes()):
+            right = self.right_of(points)
+            own = left if left.shape[1] == 1 else left[:, points]
+            among = torch.einsum("n t k i, n u k i -> n k t u", right, right)
+            if whole:
+                met = torch.einsum("r n t k o, s n u k o -> n k r s t u", own, own)
+                found.append(
+                    torch.einsum("n k r s t u, n k t u -> n r s", met.expand(len(right), *met.shape[1:]), among)
+                )
+            else:
+                met = torch.einsum("r n t k o, r n u k o -> n k r t u", own, own)
+                found.append(torch.einsum("n k r t u, n k t u -> n r", met.expand(len(right), *met.shape[1:]), among))
+        return torch.cat(found)
+
+    def gram(self, weight: Float[Tensor, "groups rows width"] | Float[Tensor, ""]) -> Float[Tensor, "n r r"]:
         """Sum over (k, o, i) of l_r l_s right^2 weight."""
+        if weight.dim() == 0:
+            return weight * self._even(whole=True)
         inner = self._inner(weight).unsqueeze(1)
         flat = self.left[:, 0].flatten(1) if self.left.shape[1] == 1 else self.left.flatten(2).transpose(0, 1)
         return (flat * inner) @ flat.mT
 
-    def squares(self, weight: Float[Tensor, "groups rows width"]) -> Float[Tensor, "n r"]:
+    def squares(self, weight: Float[Tensor, "groups rows width"] | Float[Tensor, ""]) -> Float[Tensor, "n r"]:
+        if weight.dim() == 0:
+            return weight * self._even(whole=False)
         inner, left = self._inner(weight), self.left.square().flatten(2)
         if left.shape[1] == 1:
             return inner @ left[:, 0].mT
@@ -849,13 +883,25 @@ def push(pieces: Sequence[Piece], deltas: Float[Tensor, "s size"], budget: int) 
 # -- weighted squares of rows over several groups of parameters ------------------------------------------------------
 
 Weighed = tuple[slice, Piece, Tensor]
-"""Data points, their rows, and a weight in the shape of these."""
+"""Data points, their rows, and a weight in the shape of these, or one number."""
 
 
-def weighed(pieces: Sequence[Piece], weight: Float[Tensor, " size"], budget: int | None = None) -> Iterator[Weighed]:
-    """Group by group of connected parameters; rows that have to be formed, within the budget."""
+def weighed(
+    pieces: Sequence[Piece],
+    weight: Float[Tensor, " size"],
+    budget: int | None = None,
+    even: Callable[[Piece], bool] = lambda piece: False,
+) -> Iterator[Weighed]:
+    """Group by group of connected parameters; rows that have to be formed, within the budget.
+
+    Pieces that are `even` come as they are, where their weight is one number.
+    """
     for segments, group in connected(pieces):
         if len(group) == 1:
+            number = _one_number(weight, segments) if even(group[0]) else None
+            if number is not None:
+                yield slice(0, group[0].shape[1]), group[0], number
+                continue
             shaped = group[0].gather(weight)
             for points, rows in group[0].squarable(budget):
                 yield points, rows, shaped
@@ -864,6 +910,17 @@ def weighed(pieces: Sequence[Piece], weight: Float[Tensor, " size"], budget: int
         moved = [piece.moved(segments) for piece in group]
         for points in chunks(batch, 3 * 8 * count * segments.size, intermediate_bytes()):
             yield points, DenseRows(0, assemble(moved, segments.size, points)), segments.gather(weight)
+
+
+def _one_number(weight: Float[Tensor, " size"], segments: Segments) -> Float[Tensor, ""] | None:
+    """The weight of all entries in some intervals, if it is the same."""
+    first = weight[segments.intervals[0][0]]
+    if weight.stride(0) == 0 or len(weight) == 1:
+        return first
+    if weight.requires_grad:  # its entries may be one number and have derivatives of their own
+        return None
+    parts = [weight[start:stop] for start, stop in segments.intervals]
+    return first if all(bool((part == first).all()) for part in parts) else None
 
 
 def add_grams(found: Iterator[Weighed], count: int, batch: int) -> Float[Tensor, "n r r"]:
