@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--child")
     parser.add_argument("--shape", default="gpt2", choices=list(SHAPES))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds that one measurement may take")
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds that one measurement may take")
     parser.add_argument("--memory", type=float, default=12.0, help="GB that it may take")
     parser.add_argument("--only", nargs="*", default=list(WORK))
     parser.add_argument("--out", type=Path, default=RESULTS, help="another folder, for a trial")

@@ -252,8 +252,8 @@ FEWEST = 8
 class _Parts:
     """Large batches in parts, whose cotangents go back all at once, with the memory of the batch and one cotangent.
 
-    Patches, and what norms multiply with, are then made once and not for each cotangent: `together`. Parts may take a
-    quarter of the budget at least, as calls cost the same for few data points.
+    Patches, and what norms multiply with, are then made once and not for each cotangent: `together`. Batches of which
+    all cotangents take half of the budget stay whole, as calls cost the same for few data points.
     """
 
     tangent: Tangent
@@ -264,8 +264,8 @@ class _Parts:
     @property
     def small(self) -> int:
         """Bytes of cotangents that need not be divided: an eighth of the budget keeps a fit near the memory of a
-        training step, for a tenth of the time or so; a quarter where patches would be made again."""
-        return self.tangent.budget // (4 if self.together else 8)
+        training step, for a tenth of the time or so."""
+        return self.tangent.budget // 8
 
     def of(self, batches: Batches) -> Batches:
         if isinstance(batches, Watched):
@@ -279,7 +279,7 @@ class _Parts:
             return None
         each, outputs = found
         # a graph takes about as much as a cotangent on its way back: most (1 + outputs) <= points (1 + 1)
-        most = max(-(-2 * points // (1 + outputs)), self.small // max(1, each * outputs))
+        most = max(-(-2 * points // (1 + outputs)), self.tangent.budget // 2 // max(1, each * outputs))
         if not FEWEST <= most < points:
             return None
         self.room = max(self.room, 2 * each * points)
@@ -288,6 +288,8 @@ class _Parts:
     def step(self, linearisation: Linearisation) -> int:
         """Cotangents at a time."""
         each = max(1, linearisation.cotangent_bytes)
+        if linearisation.one_by_one:  # what a cotangent leaves is kept, and what it meets on its way is not
+            each = max(1, 2 * each // 3)
         return max(1, max(self.small, self.room - each) // each)
 
 

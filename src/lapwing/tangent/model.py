@@ -360,6 +360,20 @@ class Linearisation:
         """Of the outputs of all uses together."""
         return sum([use.shape.numel() for use, _ in self.uses])
 
+    @cached_property
+    def _largest(self) -> int:
+        """Of the output of one use."""
+        return max([use.shape.numel() for use, _ in self.uses], default=0)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a backward pass for each cotangent is better than a vectorised one, however few there are.
+
+        What one pass gives is copied then, which takes less than the caches, and the fresh memory, that several at
+        once go through.
+        """
+        return self._entries >= 2**23 or self._largest >= 2**18
+
     @property
     def patches(self) -> int:
         """Entries of right sides that are made when they are asked for, all layers together."""
@@ -438,9 +452,7 @@ class Linearisation:
         edges = [use.edge for use, _ in self.uses]
         if not edges or not self.output.requires_grad:
             return [None] * len(edges)
-        # one vectorised pass, unless a copy of what each pass gives is less than the caches that it misses
-        largest = max(use.shape.numel() for use, _ in self.uses)
-        together = self._entries < 2**23 and largest * len(cotangents) < 2**22
+        together = not self.one_by_one and self._largest * len(cotangents) < 2**22
         graph = self.gate is not None
         return batched_grad(self.output, edges, cotangents.to(self.output.dtype), together, graph)
 
