@@ -426,4 +426,4 @@ def embedding(call: Call) -> Use | None:
     source = call.source(weight)
     if by_count or source is None:
         return None
-    return Lookup("embedding", source, index.detach().clone(), tuple(weight.shape), padding)
+    return Lookup("embedding", source, index.detach().clone(), (weight.shape[0], weight.shape[1]), padding)
