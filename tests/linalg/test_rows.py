@@ -305,7 +305,6 @@ def test_squares_under_one_number_need_no_rows_where_positions_are_few(monkeypat
     layout, g = MatrixLayout(0, (40, 30), (0, 1), 1, 40, 30), generator()
     left, right = normal(g, 2, 3, 4, 1, 40), normal(g, 3, 4, 1, 30)
     precision = DiagonalPrecision(torch.tensor(2.0, dtype=torch.float64).expand(layout.rows * layout.cols))
-    assert precision.variance().stride(0) == 0
     expected = precision.squares([OuterRows(layout, left, right)])
     formed = DiagonalPrecision(torch.tensor(2.0).expand(precision.size)).squares(
         [OuterRows(layout, left.float(), right.float())]

@@ -83,14 +83,19 @@ class DiagonalPrecision(Precision):
         return self.values.log().sum()
 
     def variance(self) -> Float[Tensor, " params"]:
-        if self.values.dim() == 1 and self.values.stride(0) == 0 and self.size > 1:  # one number, held once
-            return self.values[0].reciprocal().expand(self.size)
         return self.values.reciprocal()
 
+    @property
+    def _weight(self) -> Float[Tensor, " params"]:
+        """As `variance`, but a number that stands for all entries stays one number in memory."""
+        if self.size > 1 and self.values.stride(0) == 0:
+            return self.values[0].reciprocal().expand(self.size)
+        return self.variance()
+
     def quadratic(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r r"]:
-        found = weighed(pieces, self.variance(), even=lambda piece: piece.even(whole=True))
+        found = weighed(pieces, self._weight, even=lambda piece: piece.even(whole=True))
         return add_grams(found, *pieces[0].shape)
 
     def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
-        found = weighed(pieces, self.variance(), even=lambda piece: piece.even(whole=False))
+        found = weighed(pieces, self._weight, even=lambda piece: piece.even(whole=False))
         return add_squares(found, *pieces[0].shape)
