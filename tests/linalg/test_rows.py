@@ -333,4 +333,4 @@ def test_a_number_that_requires_gradients_has_them_through_squares() -> None:
     each = torch.full((30,), 0.4, dtype=torch.float64, requires_grad=True)
     (slopes,) = torch.autograd.grad(DiagonalPrecision(each).squares([rows]).sum(), each)
     close(slopes.sum(), slope)
-    assert slopes.std() > 0
+    assert bool((slopes < 0).all())

@@ -2125,7 +2125,7 @@ FOURTH = (
     Mutant(
         "padding that is counted from the end of a table is not recognised",
         "tangent/rules.py",
-        "    if padding is not None and padding < 0:\n        padding += weight.shape[0]\n",
+        "    if padding is not None and padding < 0:\n        padding += len(table)\n",
         "",
         ("tangent/test_recorder.py", "tangent/test_corners.py", "estimate/test_estimators.py", "test_layers.py"),
     ),  # seen as: a forward with F.embedding(x, w, padding_idx=-1): the padding row has rows and curvature
@@ -2487,6 +2487,44 @@ CONTINUAL = (
     ),
 )
 
+POSITIONS = (
+    Mutant(
+        "a row of positions that passes no gradient counts as any other",
+        "tangent/record.py",
+        "by_count or (padding is not None and bool((index == padding).any()))",
+        "by_count",
+        ("tangent/test_corners.py", "tangent/test_recorder.py"),
+    ),
+    Mutant(
+        "positions with gaps are taken for those that follow one another",
+        "tangent/sources.py",
+        "start < 0 or not torch.equal(index.flatten(), torch.arange(start, stop).to(index))",
+        "start < 0",
+        ("tangent/test_corners.py", "tangent/test_recorder.py"),
+    ),
+    Mutant(
+        "an exact block ends where the first batch's positions do",
+        "estimate/kronecker.py",
+        "        if not _is_matrix(group):\n            segments = _grown",
+        "        if False:\n            segments = _grown",
+        ("tangent/test_corners.py", "tangent/test_recorder.py"),
+    ),
+    Mutant(
+        "positions that cancel are squared by their products in float32 too",
+        "linalg/rows.py",
+        "return self.left.dtype == torch.float64 and needed <",
+        "return needed <",
+        ("linalg/test_rows.py",),
+    ),
+    Mutant(
+        "a number that requires gradients stands for entries that have derivatives of their own",
+        "linalg/rows.py",
+        "    if weight.requires_grad:  # its",
+        "    if False:  # its",
+        ("linalg/test_rows.py",),
+    ),
+)
+
 MUTANTS = (
     LINALG
     + ESTIMATE
@@ -2499,4 +2537,5 @@ MUTANTS = (
     + FOURTH
     + GROUPS
     + CONTINUAL
+    + POSITIONS
 )

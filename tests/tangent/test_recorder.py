@@ -44,6 +44,8 @@ def test_views_of_a_parameter_are_known_as_such() -> None:
         "added axis": (lambda w: w.unsqueeze(0), (0, (1, 4, 3), (0, 1, 2))),
         "copy": (lambda w: w.clone(), (0, (4, 3), (0, 1))),
         "permuted copy": (lambda w: w.T.contiguous(), (0, (4, 3), (1, 0))),
+        "rows by their numbers": (lambda w: F.embedding(torch.tensor([[1, 2]]), w), (3, (1, 2, 3), (0, 1, 2))),
+        "a row by its number": (lambda w: w[1:][torch.tensor(2)], (9, (3,), (0,))),
     }
     for name, (view, expected) in views.items():
         model = Net(lambda m, x, view=view: x.sum() * view(m.w), w=parameter(4, 3))
@@ -63,6 +65,11 @@ def test_views_of_a_parameter_are_known_as_such() -> None:
         lambda w: w.diagonal(),
         lambda w: w.clone().mul_(2),
         lambda w: w.flatten().unfold(0, 2, 1),
+        lambda w: F.embedding(torch.tensor([0, 2]), w),
+        lambda w: F.embedding(torch.tensor([2, 1]), w),
+        lambda w: F.embedding(torch.tensor([0, 1]), w, padding_idx=1),
+        lambda w: F.embedding(torch.tensor([0, 1]), w, scale_grad_by_freq=True),
+        lambda w: w[torch.tensor([-2, -1])],
     ],
 )
 def test_what_is_no_dense_view_is_derived(view) -> None:
@@ -75,15 +82,16 @@ def test_what_is_no_dense_view_is_derived(view) -> None:
 def test_what_is_only_repeated_is_taken_for_what_it_repeats() -> None:
     def body(m, x):
         token = m.token.expand(len(x), -1, -1)
-        return (torch.cat([x, token], 1) + m.place.repeat(len(x), 1, 1)).flatten(1)
+        kind = F.embedding(torch.ones(len(x), 4).long(), m.kind)
+        return (torch.cat([x, token], 1) + m.place.repeat(len(x), 1, 1) + kind).flatten(1)
 
-    model = Net(body, token=parameter(1, 1, 2), place=parameter(1, 4, 2))
+    model = Net(body, token=parameter(1, 1, 2), place=parameter(1, 4, 2), kind=parameter(3, 2))
     found = Tangent(model).at(torch.randn(3, 3, 2))
     assert not found.record.opaque
     assert not found.record.derived
-    (joined, _), (added, _) = found.uses
+    (joined, _), (added, _), (typed, _) = found.uses
     assert [source.names for source in joined.sources] == [{"token"}]
-    assert [type(source) for source in joined.sources + added.sources] == [Alias, Alias]
+    assert [type(source) for source in joined.sources + added.sources + typed.sources] == [Alias] * 3
 
 
 def test_what_is_repeated_for_a_product_is_derived() -> None:

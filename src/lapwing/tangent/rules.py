@@ -417,7 +417,9 @@ def embedding_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Te
     bound = _signature(F.embedding).bind(*args, **kwargs)
     bound.apply_defaults()
     index, table, padding, *_, by_count, _ = bound.arguments.values()
-    return index, table, padding + len(table) if padding is not None and padding < 0 else padding, by_count
+    if padding is not None and padding < 0:
+        padding += len(table)
+    return index, table, padding, by_count
 
 
 @rule(F.embedding)
