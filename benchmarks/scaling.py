@@ -216,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--child", nargs=2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds that a fit and a prediction may take")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a fit and a prediction may take")
     parser.add_argument("--memory", type=float, default=12.0, help="GB that they may take")
     parser.add_argument("--largest", type=int, default=10**8, help="weights")
     parser.add_argument("--only", nargs="*", default=list(STRUCTURES))
@@ -244,7 +244,8 @@ def main() -> None:
             for axis, keys in axes.items()
         ]
         print(f"{name:20} exponents in {'; '.join(words)}")
-    sizes = {"base": BASE, "full_weights": FULL_WEIGHTS, "threads": arguments.threads}
+    limits = {"seconds": arguments.limit, "bytes": 1e9 * arguments.memory}
+    sizes = {"base": BASE, "full_weights": FULL_WEIGHTS, "threads": arguments.threads, "limits": limits}
     write(where, {**sizes, "measured": found, "exponents": slopes})
     picture(found, RESULTS / "scaling.png")
 

@@ -334,3 +334,31 @@ def test_a_number_that_requires_gradients_has_them_through_squares() -> None:
     (slopes,) = torch.autograd.grad(DiagonalPrecision(each).squares([rows]).sum(), each)
     close(slopes.sum(), slope)
     assert bool((slopes < 0).all())
+
+
+@fast
+@given(layouts(), st.integers(2, 4), st.sampled_from([1, 300, 10**9]))
+def test_squares_of_rows_in_tiles_are_those_of_rows_spelled_out(spec: Spec, shared: int, cache: int) -> None:
+    """Tiles of a part of the matrix, of one data point or of several."""
+    layout, g = MatrixLayout(*spec), generator()
+    rows, size = outer(layout, g, shared), end(layout)
+    weight = 0.1 + torch.rand(size, dtype=torch.float64, generator=g)
+    dense = assemble([rows], size, slice(0, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lapwing.linalg.rows.CACHE", cache)
+        assert rows.large == (cache < 10**9)
+        close(DiagonalPrecision(1 / weight).squares([rows]), (dense.square() @ weight).mT)
+        squares = torch.zeros(size, dtype=torch.float64)
+        rows.add_squares_to(squares, 10**9)
+    close(squares, dense.square().sum((0, 1)))
+
+
+def test_squares_in_tiles_are_differentiable(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, g = MatrixLayout(0, (3, 2), (0, 1), 1, 3, 2), generator()
+    monkeypatch.setattr("lapwing.linalg.rows.CACHE", 1)
+    left, right, weight = normal(g, 2, 3, 2, 1, 3), normal(g, 3, 2, 1, 2), torch.rand(6, generator=g).double() + 1
+    for each in (left, right, weight):
+        each.requires_grad_()
+    torch.autograd.gradcheck(
+        lambda a, b, w: DiagonalPrecision(w).squares([OuterRows(layout, a, b)]), (left, right, weight)
+    )

@@ -97,5 +97,5 @@ class DiagonalPrecision(Precision):
         return add_grams(found, *pieces[0].shape)
 
     def squares(self, pieces: Sequence[Piece]) -> Float[Tensor, "n r"]:
-        found = weighed(pieces, self._weight, even=lambda piece: piece.even(whole=False))
+        found = weighed(pieces, self._weight, even=lambda piece: piece.even(whole=False), tiled=True)
         return add_squares(found, *pieces[0].shape)

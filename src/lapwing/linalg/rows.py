@@ -313,8 +313,8 @@ class MatrixRows(Piece):
 class OuterRows(MatrixRows):
     """row[r,n] = sum_t left[r,n,t,k] (x) right[n,t,k] in the matrix [K, O, width] of `layout`.
 
-    Squares are those of rows without sharing, T = 1, where no row is ever formed: (g * (a^2 W^T)) g^T, O(N O I +
-    N R^2 O). Where g is the same for all data points (a last layer, whose outputs are its own) it may be held once.
+    Without sharing, T = 1, no row is ever formed for its squares: (g * (a^2 W^T)) g^T, O(N O I + N R^2 O). Where g is
+    the same for all data points (a last layer, whose outputs are its own) it may be held once.
     """
 
     left: Float[Tensor, "r #n t groups rows"]
@@ -371,12 +371,12 @@ class OuterRows(MatrixRows):
         products = vars(self).get("_products")
         return None if products is None else products(budget)
 
-    def _by_points(self, budget: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _by_points(self, budget: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Both sides, a few data points at a time, whose rows (and patches, if made for them alone) fit the budget."""
         some, each = self._some
         rows = contract_bytes(self.left, self.layout.width)
         for points in chunks(self.shape[1], rows if some is None else rows + each, budget):
-            yield self.left[:, points], self.right_of(points)
+            yield points, self.left[:, points], self.right_of(points)
 
     def right_of(self, points: slice) -> Float[Tensor, "m t groups width"]:
         """The right side of some data points, made for them alone where that can be done."""
@@ -501,6 +501,19 @@ class OuterRows(MatrixRows):
             rows = contract(self.left[:, points], self.right_of(points)).flatten(2)
             yield points, DenseRows(0, rows.transpose(0, 1))
 
+    @property
+    def large(self) -> bool:
+        """Whether the rows of one data point, all cotangents, are more than a cache holds: tiles of them are not."""
+        return self.shared > 1 and contract_bytes(self.left, self.layout.width) > CACHE
+
+    def _tiles(self, budget: int) -> Iterator[tuple[slice, slice, Float[Tensor, "n r groups rows width"]]]:
+        """(data points, rows of the matrix, the squares of what is there): a few points, or a part of one's matrix."""
+        rows, budget = self.layout.rows, min(CACHE, budget)
+        for points, left, right in self._by_points(budget):
+            for some in chunks(rows, len(right) * contract_bytes(left, self.layout.width) // rows, budget):
+                formed = contract(left[..., some], right)
+                yield points, some, formed.square() if formed.requires_grad else formed.square_()
+
     def _inner(self, weight: Tensor) -> Float[Tensor, "n outputs"]:
         squared = self.right[:, 0].square()
         if weight.shape[0] == 1:  # a small product, which einsum takes longer to prepare than to do
@@ -544,6 +557,11 @@ class OuterRows(MatrixRows):
     def squares(self, weight: Float[Tensor, "groups rows width"] | Float[Tensor, ""]) -> Float[Tensor, "n r"]:
         if weight.dim() == 0:
             return weight * self._even(whole=False)
+        if self.shared > 1:
+            total = weight.new_zeros(self.shape[1], self.shape[0])
+            for points, some, squares in self._tiles(intermediate_bytes()):
+                total[points] += squares.flatten(2) @ weight[:, some].flatten()
+            return total
         inner, left = self._inner(weight), self.left.square().flatten(2)
         if left.shape[1] == 1:
             return inner @ left[:, 0].mT
@@ -571,8 +589,8 @@ class OuterRows(MatrixRows):
     def add_squares_to(self, out: Float[Tensor, " flat"], budget: int) -> None:
         layout = self.layout
         squares = self.left.new_zeros(layout.groups, layout.rows, layout.width)
-        for left, right in self._by_points(min(CACHE, budget)):
-            squares += contract(left, right).square().sum((0, 1))
+        for _, some, found in self._tiles(budget):
+            squares[:, some] += found.sum((0, 1))
         layout.scatter_add(squares, out)
 
 
@@ -891,10 +909,11 @@ def weighed(
     weight: Float[Tensor, " size"],
     budget: int | None = None,
     even: Callable[[Piece], bool] = lambda piece: False,
+    tiled: bool = False,
 ) -> Iterator[Weighed]:
     """Group by group of connected parameters; rows that have to be formed, within the budget.
 
-    Pieces that are `even` come as they are, where their weight is one number.
+    Pieces that are `even` come as they are, where their weight is one number; `tiled`, those that are large do.
     """
     for segments, group in connected(pieces):
         if len(group) == 1:
@@ -903,6 +922,9 @@ def weighed(
                 yield slice(0, group[0].shape[1]), group[0], number
                 continue
             shaped = group[0].gather(weight)
+            if tiled and isinstance(group[0], OuterRows) and group[0].large:
+                yield slice(0, group[0].shape[1]), group[0], shaped
+                continue
             for points, rows in group[0].squarable(budget):
                 yield points, rows, shaped
             continue
