@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a fit and a prediction may take")
     parser.add_argument("--memory", type=float, default=12.0, help="GB that they may take")
     parser.add_argument("--largest", type=int, default=10**8, help="weights")
-    parser.add_argument("--only", nargs="*", default=list(STRUCTURES))
+    parser.add_argument("--only", nargs="*", default=list(STRUCTURES), help="the others stay as they were measured")
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments.child[0], json.loads(arguments.child[1]), arguments.threads)
@@ -246,7 +246,17 @@ def main() -> None:
         print(f"{name:20} exponents in {'; '.join(words)}")
     limits = {"seconds": arguments.limit, "bytes": 1e9 * arguments.memory}
     sizes = {"base": BASE, "full_weights": FULL_WEIGHTS, "threads": arguments.threads, "limits": limits}
-    write(where, {**sizes, "measured": found, "exponents": slopes})
+    kept: dict[str, Any] = {}
+    if arguments.only != list(STRUCTURES):  # what was measured before says where: a commit, its limits, a machine
+        before = json.loads((RESULTS / "scaling.json").read_text())
+        own = {key: before[key] for key in ("commit", "clean", "machine", "limits")}
+        others = [name for name in STRUCTURES if name in before["measured"] and name not in found]
+        kept = {"before": {name: before.get("before", {}).get(name, own) for name in others}}
+        found = {
+            name: found.get(name, before["measured"].get(name)) for name in STRUCTURES if name in [*found, *others]
+        }
+        slopes = {name: slopes.get(name, before["exponents"].get(name)) for name in found}
+    write(where, {**sizes, **kept, "measured": found, "exponents": slopes})
     picture(found, RESULTS / "scaling.png")
 
 
