@@ -314,7 +314,9 @@ def pulled(
         for part, chunk in enumerate(columns.chunked(parts.step(linearisation))):
             # a noise level that requires gradients would leave part of a graph in the sums; scaling has the whole one
             chunk = chunk.detach().to(tangent.space.dtype)
-            yield Pulled(linearisation, linearisation.pull(chunk), first=part == 0)
+            found = Pulled(linearisation, linearisation.pull(chunk), first=part == 0)
+            yield found
+            found.pieces.clear()  # before the next are made: whoever went through these still holds the list
 
 
 def observe(batches: Batches, likelihood: Likelihood, value: Tensor, y: Any) -> None:

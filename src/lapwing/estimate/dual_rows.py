@@ -74,7 +74,7 @@ def _of_all_outputs(
                     f"decompositions take at least {4 * 8 * entries / 2**30:.3g} GiB; expected at most {limit**2} "
                     "numbers in them. Use fewer data points (estimate.subset), a Kronecker structure, or raise `limit`."
                 )
-        chunks.append(batch.pieces)
+        chunks.append(list(batch.pieces))
     yield by_tensor(tangent.space, joined_cotangents(chunks))
 
 
