@@ -263,9 +263,9 @@ class _Parts:
 
     @property
     def small(self) -> int:
-        """Bytes of cotangents that need not be divided: an eighth of the budget keeps a fit near the memory of a
+        """Bytes of cotangents that need not be divided: a twelfth of the budget keeps a fit near the memory of a
         training step, for a tenth of the time or so."""
-        return self.tangent.budget // 8
+        return self.tangent.budget // 12
 
     def of(self, batches: Batches) -> Batches:
         if isinstance(batches, Watched):
@@ -286,11 +286,10 @@ class _Parts:
         return -(-points // -(-points // most))  # parts of one size
 
     def step(self, linearisation: Linearisation) -> int:
-        """Cotangents at a time."""
-        each = max(1, linearisation.cotangent_bytes)
-        if linearisation.one_by_one:  # what a cotangent leaves is kept, and what it meets on its way is not
-            each = max(1, 2 * each // 3)
-        return max(1, max(self.small, self.room - each) // each)
+        """Cotangents at a time: a few take no more than the graph of the forward pass, which has about `graph`."""
+        graph = max(2, linearisation.cotangent_bytes)
+        room = max(self.small, self.room - graph, min(2 * graph, self.tangent.budget))
+        return max(1, room // (graph // 2))
 
 
 def pulled(

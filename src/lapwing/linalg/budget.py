@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,6 +25,17 @@ CACHE = 2**22
 
 PARTS = 8
 """Intermediates that a budget for all work is divided among: some exist at a time, and a product needs copies."""
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Lets the C library keep what is freed for what is allocated next, up to 64 MB instead of 256 kB.
+
+    glibc gives larger pieces back to the system, and every page that it asks for again is a fault: a third of the time
+    of a fit. It adapts to the largest block under 32 MB that a process has freed, so one is taken, never written to,
+    and freed; elsewhere this does nothing. docs/decisions/0023-memory-that-is-used-again.md
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ tensor([[1., 2.],
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError, UnsupportedOperationError
 from lapwing.linalg.autocast import outside_autocast, outside_modes
-from lapwing.linalg.budget import DEFAULT_BUDGET, chunks
+from lapwing.linalg.budget import DEFAULT_BUDGET, chunks, keep_freed_memory
 from lapwing.linalg.rows import DenseRows, Piece, assemble, push, side_by_side
 from lapwing.params import ParamSpace
 from lapwing.tangent.checks import check_output, check_space, check_trainable
@@ -40,11 +40,12 @@ from lapwing.tangent.inputs import call, check_input, outside_inference, shape_k
 from lapwing.tangent.paths import custom_function
 from lapwing.tangent.private import private
 from lapwing.tangent.probe import Probe, probe
+from lapwing.tangent.pullback import pulled_back
 from lapwing.tangent.pushforward import pushed
 from lapwing.tangent.record import Record, Recorder, whole_aliases
 from lapwing.tangent.samples import SampleAxis
 from lapwing.tangent.sources import Alias, Derived
-from lapwing.tangent.uses import Contraction, Use
+from lapwing.tangent.uses import Broadcast, Contraction, Use
 
 
 @dataclass
@@ -141,6 +142,7 @@ class Tangent:
         """One recorded forward pass at the inputs x."""
         if self._held is not None and self._held.x is x:
             return self._held
+        keep_freed_memory()
         x = outside_inference(x)
         batch = check_input(x, self.space.device)
         parameters = self.parameters
@@ -214,6 +216,11 @@ class Tangent:
         with recorder:
             value = call(network, x)
         return value, recorder.record
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _path(name: str) -> tuple[list[str], str]:
@@ -357,8 +364,9 @@ class Linearisation:
 
     @cached_property
     def _entries(self) -> int:
-        """Of the outputs of all uses together."""
-        return sum([use.shape.numel() for use, _ in self.uses])
+        """Of the outputs of all uses whose cotangents are kept, together, and of the largest of the others."""
+        sizes = [(isinstance(use, Broadcast), use.shape.numel()) for use, _ in self.uses]
+        return sum([size for own, size in sizes if not own]) + max([size for own, size in sizes if own], default=0)
 
     @cached_property
     def _largest(self) -> int:
@@ -423,12 +431,15 @@ class Linearisation:
         return pieces if self.gate is None else through(self.gate, pieces)
 
     def _pieces(self, cotangents: Tensor) -> list[Piece]:
-        grads = self._gradients(cotangents)
-        pieces: list[Piece] = []
-        for (use, axis), grad in zip(self.uses, grads, strict=True):
-            if grad is None:
-                grad = cotangents.new_zeros(len(cotangents), *use.shape)
-            pieces += use.pieces(grad, axis, self.space.dtype, self._pull_back)
+        found: list[list[Piece]] = [[] for _ in self.uses]
+
+        def take(number: int, grad: Tensor) -> bool:
+            use, axis = self.uses[number]
+            found[number] = use.pieces(grad, axis, self.space.dtype, self._pull_back)
+            return any(_share(piece.by_row, grad) for piece in found[number])
+
+        self._pass_back(cotangents, take)
+        pieces = [piece for own in found for piece in own]
         pieces = side_by_side(pieces)
         if self.record.opaque and self.gate is not None:
             name, operation = next(iter(self.record.opaque.items()))
@@ -447,14 +458,31 @@ class Linearisation:
             pieces = [DenseRows(0, self.value.new_zeros(len(cotangents), self.batch, self.space.total))]
         return pieces
 
-    def _gradients(self, cotangents: Tensor) -> list[Tensor | None]:
-        """Gradients of every use's output: one backward pass per cotangent, vectorised over them."""
+    def _pass_back(self, cotangents: Tensor, take: Callable[[int, Tensor], bool]) -> None:
+        """Gives `take` the gradients of every use's output, zero for those that the outputs do not depend on."""
+        cotangents, met = cotangents.to(self.output.dtype), set()
         edges = [use.edge for use, _ in self.uses]
-        if not edges or not self.output.requires_grad:
-            return [None] * len(edges)
-        together = not self.one_by_one and self._largest * len(cotangents) < 2**22
-        graph = self.gate is not None
-        return batched_grad(self.output, edges, cotangents.to(self.output.dtype), together, graph)
+
+        def taken(number: int, grad: Tensor) -> bool:
+            met.add(number)
+            return take(number, grad)
+
+        if edges and self.output.requires_grad and not self._at_once(cotangents, edges, taken):
+            together = not self.one_by_one and self._largest * len(cotangents) < 2**22
+            for number, grad in enumerate(
+                batched_grad(self.output, edges, cotangents, together, graph=self.gate is not None)
+            ):
+                if grad is not None:
+                    taken(number, grad)
+        for number, (use, _) in enumerate(self.uses):
+            if number not in met:
+                take(number, cotangents.new_zeros(len(cotangents), *use.shape))
+
+    def _at_once(self, cotangents: Tensor, edges: Sequence[Any], take: Callable[[int, Tensor], bool]) -> bool:
+        """Whether all cotangents went back without autograd, which looks for NaN, calls hooks and keeps a graph."""
+        if len(cotangents) < 2 or self.gate is not None or self.record.watched or torch.is_anomaly_enabled():
+            return False
+        return pulled_back(self.output, edges, cotangents, take)
 
     def _pull_back(self, derived: Derived, rows: Float[Tensor, "r n size"]) -> list[Piece]:
         return pull_back(derived, rows, self.tangent.parameters, self.space, frozenset(self.record.opaque))

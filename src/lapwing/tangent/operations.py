@@ -214,12 +214,17 @@ def plain_of(func: Callable) -> Callable | None:
     return func if func not in PLAIN or recomputed() else PLAIN[func]
 
 
+def kept_by_hooks() -> Any:
+    """The hooks that get what operations keep for their derivatives, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def recomputed() -> bool:
     """Whether we are inside `torch.utils.checkpoint`, which repeats a forward pass on the way back, without our modes.
 
     Functions run there as they are: what other kernels keep for their derivatives would be taken for what these keep.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = kept_by_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 

@@ -28,6 +28,7 @@ from lapwing.tangent.operations import (
     TensorSet,
     flat,
     inlined,
+    kept_by_hooks,
     name_of,
     owned,
     plain_of,
@@ -68,6 +69,9 @@ class Record:
 
     `routed` says that data were put in an order that depends on them before a parameter was used (experts that see some
     of the rows, rows sorted by length): which rows belong to which data point is then another matter in every batch.
+
+    `watched` says that hooks of the model's are part of the way back, a tensor's or those of what operations keep
+    (checkpoints): only autograd calls them.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -76,6 +80,7 @@ class Record:
     trace: int = 0
     paths: Paths = field(default_factory=Paths)
     routed: bool = False
+    watched: bool = False
 
     @property
     def uses(self) -> list[tuple[int, Use]]:
@@ -182,6 +187,8 @@ class Recorder(TorchFunctionMode):
         if plain is None:
             with self:
                 return inlined(func)(*args, **kwargs)
+        if func is Tensor.register_hook or kept_by_hooks() is not None:
+            self.record.watched = True
         name, kind = traits(func)
         if kind is REFUSABLE:
             refuse_train_mode(func, args, kwargs)

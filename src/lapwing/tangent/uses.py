@@ -77,6 +77,21 @@ def _held(value: Tensor) -> Tensor:
     return value if torch.is_grad_enabled() else value.detach()
 
 
+def _later(make: Callable[..., Any]) -> Callable[..., Any]:
+    """For a call when nobody knows which modes are on. Several for each layer, so that wrappers would cost more."""
+
+    def made(*args: Any) -> Any:
+        with torch.no_grad():
+            return _outside(make, *args)
+
+    return made
+
+
+@outside_modes
+def _outside(make: Callable[..., Any], *args: Any) -> Any:
+    return make(*args)
+
+
 def _dropped(source: Source | None, names: frozenset[str]) -> Source | None:
     """None for a source of nothing but `names`; rows of one of several are dropped where they are pulled back."""
     return None if source is None or source.names <= names else source
@@ -151,9 +166,8 @@ class Contraction(Use):
         if layout is not None and torch.is_grad_enabled():
             pieces: list[Piece] = [OuterRows(layout, left, right())]
         elif layout is not None:
-            few = torch.no_grad()(outside_modes(some)) if self.some is not None and samples.plain else None
-            sums = None if self.products is None else torch.no_grad()(outside_modes(products))
-            pieces = [OuterRows.late(layout, left, torch.no_grad()(outside_modes(right)), few, sums)]
+            few = _later(some) if self.some is not None and samples.plain else None
+            pieces = [OuterRows.late(layout, left, _later(right), few, self.products and _later(products))]
         else:
             local = MatrixLayout(0, self.split, self.perm, self.groups, self.rows, self.cols)
             dense = left.new_zeros(*left.shape[:2], prod(self.split))
@@ -210,11 +224,12 @@ class Broadcast(Use):
         for (source, view, factor), part in zip(self.terms, self.parts, strict=True):
             values = grad if part is None else grad.narrow(1 + part[0], part[1], part[2] - part[1])
             values = values.to(dtype)
-            if factor is not None:
-                values = values * _held(factor()).to(dtype)
             view = (1,) * (values.dim() - 1 - len(view)) + tuple(view)
             summed = [1 + axis for axis, size in enumerate(view) if size == 1 and axis != samples.axis]
-            values = values.sum(summed, keepdim=True) if summed else values
+            if factor is not None:
+                values = _met(values, _held(factor()).to(dtype), summed)
+            elif summed:
+                values = values.sum(summed, keepdim=True)
             values = samples.split_only(values)  # [R, N, *view]
             out += spread(source, values.flatten(2), pull)
         return out
@@ -225,6 +240,17 @@ class Broadcast(Use):
             if full[axis] != 1 or (part is not None and part[0] == axis):
                 return True
         return False
+
+
+def _met(values: Float[Tensor, "r *out"], factor: Tensor, summed: list[int]) -> Tensor:
+    """values * factor, summed over some axes, which stay as 1: over the last ones, a product for each of the others."""
+    kept = values.dim() - len(summed)
+    last = kept > 1 and summed and summed == list(range(kept, values.dim())) and factor.shape == values.shape[1:]
+    if not last:
+        product = values * factor
+        return product.sum(summed, keepdim=True) if summed else product
+    rows = values.flatten(kept).movedim(0, -2)  # [*others, r, positions]
+    return (rows @ factor.flatten(kept - 1).unsqueeze(-1)).squeeze(-1).movedim(-1, 0)[(...,) + (None,) * len(summed)]
 
 
 @dataclass
