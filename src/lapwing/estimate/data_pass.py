@@ -142,7 +142,7 @@ class Pulled:
 
 def linearised(tangent: Tangent, likelihood: Likelihood, batches: Batches) -> Iterator[tuple[Linearisation, Tensor]]:
     """(linearisation, targets) of every batch, checked; errors name the batch."""
-    for part in _passed(tangent, likelihood, batches, joining=False):
+    for part in _passed(tangent, likelihood, batches, joining=0):
         yield part.linearisation, part.y
 
 
@@ -156,9 +156,10 @@ class _Part:
     rows: tuple[int, ...] = ()
 
     def columns(self, likelihood: Likelihood, cotangents: Cotangents, generator: torch.Generator | None) -> Columns:
-        """Of every batch on its own, so that what is drawn does not depend on which batches lie side by side."""
+        """Those that are drawn, of every batch on its own: they do not depend on which batches lie side by side."""
         value, found = self.linearisation.value, []
-        pairs = zip(value.split(self.rows), self.y.split(self.rows), strict=True) if self.rows else [(value, self.y)]
+        rows = () if repeatable(cotangents) else self.rows
+        pairs = zip(value.split(rows), self.y.split(rows), strict=True) if rows else [(value, self.y)]
         for number, (f, y) in enumerate(pairs, self.first):
             with named(number):
                 found.append(cotangents(likelihood, f, y, generator))
@@ -175,11 +176,14 @@ class _Joining:
 
 
 JOINED = 2**22
-"""Bytes of inputs and of one cotangent, all layers together, up to which batches are put side by side."""
+"""Bytes of inputs and of one cotangent, all layers together, up to which batches are put side by side.
+
+What `joining` multiplies: products of more rows are worth more to a factor of a Kronecker product.
+"""
 
 
-def _passed(tangent: Tangent, likelihood: Likelihood, batches: Batches, joining: bool) -> Iterator[_Part]:
-    """Every batch, checked and linearised; if `joining`, small ones of one shape side by side.
+def _passed(tangent: Tangent, likelihood: Likelihood, batches: Batches, joining: int) -> Iterator[_Part]:
+    """Every batch, checked and linearised; small ones of one shape side by side, up to `joining` times `JOINED`.
 
     A pass over small batches is mostly calls, which cost the same for four batches as for one.
     """
@@ -207,7 +211,7 @@ def _passed(tangent: Tangent, likelihood: Likelihood, batches: Batches, joining:
                 part = at(x, y, number)
             if joining and number == 0 and _plain(x, y) and not part.linearisation.record.opaque:
                 needed = x.numel() * x.element_size() + part.linearisation.cotangent_bytes
-                limit.most = min(JOINED, tangent.budget // 8) * len(x) // max(1, needed)
+                limit.most = min(joining * JOINED, tangent.budget // 8) * len(x) // max(1, needed)
             yield part
 
 
@@ -298,7 +302,7 @@ def pulled(
     batches: Batches,
     cotangents: Cotangents,
     generator: torch.Generator | None,
-    joining: bool = False,
+    joining: int = 0,
     together: bool = False,
 ) -> Iterator[Pulled]:
     """Rows of every batch, for as many cotangents at a time as the budget allows; `joining` as for `_passed`.

@@ -37,7 +37,7 @@ def diagonal(
     """diag(sum_n J_n^T H_n J_n), exact."""
     space = tangent.space
     total = SquareSum(torch.zeros(space.size, dtype=space.dtype, device=space.device), tangent.budget)
-    for batch in pulled(tangent, likelihood, batches, cotangents, generator, joining=True, together=True):
+    for batch in pulled(tangent, likelihood, batches, cotangents, generator, joining=1, together=True):
         total.add(batch.pieces)
     return Diagonal(total.vector())
 

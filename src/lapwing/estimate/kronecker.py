@@ -103,7 +103,7 @@ def kflr(
     def make(segments: Segments, group: Sequence[Piece], linearisation: Linearisation) -> Accumulator:
         return _accumulator(segments, group, linearisation, settings)
 
-    rows = pulled(tangent, likelihood, batches, cotangents, generator, joining=True)
+    rows = pulled(tangent, likelihood, batches, cotangents, generator, joining=2)
     accumulate(_without_opaque(rows) if settings.on_unsupported == "error" else rows, tangent, blocks, make)
     return collect(blocks, tangent.space)
 

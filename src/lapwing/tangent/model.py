@@ -439,7 +439,7 @@ class Linearisation:
             return any(_share(piece.by_row, grad) for piece in found[number])
 
         self._pass_back(cotangents, take)
-        pieces = [piece for own in found for piece in own]
+        pieces: list[Piece] = [piece for own in found for piece in own]
         pieces = side_by_side(pieces)
         if self.record.opaque and self.gate is not None:
             name, operation = next(iter(self.record.opaque.items()))

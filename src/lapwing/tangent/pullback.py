@@ -63,21 +63,23 @@ def pulled_back(
     with torch.no_grad():
         for node, needed in order:
             given = arriving.take(node)
-            for number, values in given.items():
-                for place in wanted.get(node, {}).get(number, ()):
-                    if take(place, values):
-                        arriving.hold(values)
-            if not given or not any(needed):
-                continue
-            rule = RULES.get(node.name(), _each)
-            free = len(given) == 1 and arriving.free(*given.values())
-            passed = rule(_Step(node, given, needed, free))
-            del given
-            for (below, number), need, values in zip(node.next_functions, needed, passed, strict=True):
-                if need and values is not None:
-                    arriving.add(below, number, _fitted(values, below._input_metadata[number]))
-            del passed, values
+            for number, places_here in wanted.get(node, {}).items():
+                for place in places_here if number in given else ():
+                    if take(place, given[number]):
+                        arriving.hold(given[number])
+            if given and any(needed):
+                _pass_on(node, needed, given, arriving)
     return True
+
+
+def _pass_on(node: Any, needed: tuple[bool, ...], given: dict[int, Tensor], arriving: _Arriving) -> None:
+    """The cotangents of a node's outputs to what it reads."""
+    rule = RULES.get(node.name(), _each)
+    free = len(given) == 1 and arriving.free(*given.values())
+    passed = rule(_Step(node, given, needed, free))
+    for (below, number), need, values in zip(node.next_functions, needed, passed, strict=True):
+        if need and values is not None:
+            arriving.add(below, number, _fitted(values, below._input_metadata[number]))
 
 
 def _in_order(first: Any, wanted: dict[Any, Any]) -> list[tuple[Any, tuple[bool, ...]]] | None:
@@ -347,13 +349,29 @@ def _parted(step: _Step) -> Passed:
 
 
 def _addmm(step: _Step) -> Passed:
-    values = step.values @ step.node._saved_mat2.t()
-    alpha = step.node._saved_alpha
-    return [None, values if alpha == 1 else values.mul_(alpha), None]
+    node = step.node
+    start = step.values * node._saved_beta if step.needed[0] else None
+    factors = _factors(step, node._saved_mat1, node._saved_mat2, step.needed[1:])
+    return [
+        start,
+        *[each if each is None or node._saved_alpha == 1 else each.mul_(node._saved_alpha) for each in factors],
+    ]
 
 
 def _mm(step: _Step) -> Passed:
-    return [step.values @ step.node._saved_mat2.t(), None]
+    return _factors(step, step.node._saved_self, step.node._saved_mat2, step.needed)
+
+
+def _factors(step: _Step, left: Tensor | None, right: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
+    """Of a product of two matrices."""
+    out: list[Tensor | None] = [None, None]
+    if needed[0]:
+        assert right is not None
+        out[0] = step.values @ right.t()
+    if needed[1]:
+        assert left is not None
+        out[1] = torch.stack([left.t() @ values for values in step.values])
+    return out
 
 
 def _bmm(step: _Step) -> Passed:
@@ -455,8 +473,6 @@ RULES: dict[str, Rule] = {
 }
 """What a node of autograd's graph, by its name, does to the cotangents of its output; others one at a time."""
 ONLY = {
-    "AddmmBackward0": (1,),
-    "MmBackward0": (0,),
     "ConvolutionBackward0": (0,),
     "NativeLayerNormBackward0": (0,),
     "NativeBatchNormBackward0": (0,),
