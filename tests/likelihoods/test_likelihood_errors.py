@@ -159,6 +159,12 @@ def test_a_rate_that_overflows_is_not_sampled(log_rate):
         Poisson().sample(torch.full((1, 1), log_rate))
 
 
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_no_class_is_drawn_of_outputs_that_are_not_finite(value):
+    with pytest.raises(DataError, match="NaN or infinite"):
+        Categorical().sample(torch.tensor([[0.0, 1.0], [value, 0.0]]))
+
+
 def test_errors_are_value_errors_of_the_library():
     with pytest.raises(ValueError) as caught:
         Gaussian(-1.0)

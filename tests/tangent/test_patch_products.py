@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapwing.estimate import kflr
+from lapwing.estimate import kflr, symmetric_sums
 from lapwing.likelihoods import Gaussian
 from lapwing.tangent import Tangent, rules
 from lapwing.tangent.convolution import padded, patches, spread_out, transposed_patches
-from lapwing.tangent.patch_products import Kernel, lines, patch_products, turned
+from lapwing.tangent.patch_products import Kernel, PatchProducts, lines, patch_products
 
 # images, kernel, stride, padding, dilation, groups
 PLAIN = {
@@ -47,7 +47,7 @@ def test_they_are_the_products_of_patches(case: str, budget: int, ones: bool) ->
     found = patch_products(
         lambda which: padded(x[which], padding, kernel, dilation), len(x), shape[1], meets, ones, x, budget
     )
-    torch.testing.assert_close(found, products(expected), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.matrix(), products(expected), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("ones", [True, False])
@@ -60,9 +60,9 @@ def test_of_transposed_convolutions_too(stride: int, dilation: int, groups: int,
     out = F.conv_transpose2d(x, weight, None, stride, 1, 0, groups, dilation).shape[2:]
     meets = Kernel(kernel, (1, 1), steps, groups, tuple(out))
     found = patch_products(
-        lambda which: spread_out(x[which], kernel, stride, 1, 0, steps), len(x), 4, meets, ones, x, 2**22
+        lambda which: spread_out(x[which], kernel, stride, 1, 0, steps), len(x), 4, meets, ones, x, 2**22, reverse=True
     )
-    torch.testing.assert_close(turned(found, kernel, ones), products(expected), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.matrix(), products(expected), rtol=1e-9, atol=1e-12)
 
 
 def test_lines_are_multiplied_once() -> None:
@@ -87,4 +87,23 @@ def test_factors_of_a_fit_are_those_with_patches(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rules, "patch_products", lambda *given: made.append(1))
     expected = kflr(Tangent(model, budget=1000), Gaussian(), data).dense()
     assert not made, "a budget too small for the sums has patches, a few at a time"
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kept", [0, 2**22])
+def test_sums_of_batches_are_put_together_at_the_end_or_at_once(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    """Images of two sizes have other pieces, whichever comes first."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 3, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)]
+    model = nn.Sequential(*layers).double()
+    sizes = [(2, 7, 8), (3, 7, 8), (2, 6, 6), (1, 7, 8), (1, 7, 8)]
+    data = [(torch.randn(n, 2, a, b, dtype=torch.float64), torch.randn(n, 2, dtype=torch.float64)) for n, a, b in sizes]
+    together: list[int] = []
+    whole = PatchProducts.matrix
+    monkeypatch.setattr(PatchProducts, "matrix", lambda self: (together.append(self.points), whole(self))[1])
+    monkeypatch.setattr(symmetric_sums, "CACHE", kept)
+    found = kflr(Tangent(model), Gaussian(), data).dense()
+    assert together == ([5, 2, 2] if kept else [2, 3, 2, 2])
+    monkeypatch.setattr(rules, "patch_products", lambda *given: None)
+    expected = kflr(Tangent(model, budget=1000), Gaussian(), data).dense()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

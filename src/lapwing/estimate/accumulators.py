@@ -154,12 +154,13 @@ class Matrix(Accumulator):
         sums.grads.add(merged(left))
         if first:
             assert not isinstance(sums.inputs, Tensor)
-            alone = len(outers) == 1 and not reduced and isinstance(sums.inputs, GramSum)
-            whole = outers[0].right_products(self.budget) if alone and outers[0].layout.width == width else None
-            if whole is not None:
-                sums.inputs.add_sum(whole)
-                sums.count += outers[0].shape[1] * outers[0].shared
-                return
+            alone = len(outers) == 1 and not reduced and outers[0].layout.width == width
+            if alone and isinstance(sums.inputs, GramSum):
+                parts = outers[0].right_products(self.budget)
+                if parts is not None:
+                    sums.inputs.add_parts(parts)
+                    sums.count += outers[0].shape[1] * outers[0].shared
+                    return
             for right in self._rights(outers, width):
                 right = right.mean(1, keepdim=True) if reduced else right
                 sums.inputs.add(right)

@@ -269,7 +269,7 @@ class _Parts:
     def small(self) -> int:
         """Bytes of cotangents that need not be divided: a twelfth of the budget keeps a fit near the memory of a
         training step, for a tenth of the time or so."""
-        return self.tangent.budget // 12
+        return self.tangent.budget // (8 if self.together else 12)
 
     def of(self, batches: Batches) -> Batches:
         if isinstance(batches, Watched):

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapwing.linalg.budget import chunks, intermediate_bytes
-from lapwing.linalg.rows import Piece, assemble
+from lapwing.linalg.budget import CACHE, chunks, intermediate_bytes
+from lapwing.linalg.rows import Piece, ProductSum, assemble
 
 
 @dataclass
@@ -63,6 +63,7 @@ class GramSum:
     upper: Float[Tensor, "k d d"]
     waiting: Float[Tensor, "m k d"] | None = None
     count: int = 0
+    parts: ProductSum | None = None
 
     @staticmethod
     def zeros(groups: int, width: int, like: Tensor) -> GramSum:
@@ -86,6 +87,21 @@ class GramSum:
         """Takes a sum that was made elsewhere."""
         self.upper += found.to(self.upper.dtype)
 
+    def add_parts(self, found: ProductSum) -> None:
+        """Takes one in parts. Small ones stay so: putting them together takes longer than adding the next ones."""
+        if self.parts is not None and self.parts.add(found):
+            return
+        self._put_together()
+        if found.bytes <= CACHE:
+            self.parts = found
+        else:
+            self.add_sum(found.matrix())
+
+    def _put_together(self) -> None:
+        if self.parts is not None:
+            self.add_sum(self.parts.matrix())
+            self.parts = None
+
     def _add_rows(self, rows: Float[Tensor, "m k d"]) -> None:
         enough = enough_rows(rows.shape[-1])
         if 2 * len(rows) > enough:  # a second batch as large would not fit beside it
@@ -106,6 +122,7 @@ class GramSum:
     def matrix(self) -> Float[Tensor, "k d d"]:
         """The sum itself, not a copy of it, unless its rows had to be moved together."""
         self._flush()
+        self._put_together()
         self.waiting = None
         self.upper = mirrored(self.upper).contiguous()
         return self.upper

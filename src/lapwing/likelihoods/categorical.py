@@ -152,6 +152,10 @@ class Categorical(Positionwise):
     def _sample(self, f: Float[Tensor, "*lead C"], generator: torch.Generator | None) -> Int64[Tensor, "*lead"]:
         """The class at which the sum of the probabilities passes a uniform number: two thirds of multinomial's time."""
         below = f.softmax(-1).cumsum(-1)
+        if not bool(below[..., -1].isfinite().all()):
+            raise DataError(
+                "outputs hold NaN or infinite values, of which no class can be drawn; expected finite ones."
+            )
         level = torch.rand(f.shape[:-1], dtype=f.dtype, device=f.device, generator=generator)
         level = (level.unsqueeze(-1) * below[..., -1:]).contiguous()
         return torch.searchsorted(below, level, right=True).squeeze(-1).clamp_max(f.shape[-1] - 1)

@@ -58,6 +58,21 @@ def contract_bytes(left: Float[Tensor, "r n t groups rows"], width: int) -> int:
     return count * groups * rows * (shared + width) * left.element_size()
 
 
+class ProductSum(ABC):
+    """A sum of symmetric products in parts, which those of other data points are added to before it is put together."""
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int: ...
+
+    @abstractmethod
+    def add(self, other: ProductSum) -> bool:
+        """Whether the other one has the same parts, and was added."""
+
+    @abstractmethod
+    def matrix(self) -> Float[Tensor, "groups width width"]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Piece(ABC):
     """A batch of rows [R, N], restricted to some parameters.
@@ -328,7 +343,7 @@ class OuterRows(MatrixRows):
         left: Float[Tensor, "r n t groups rows"],
         make: Callable[[], Tensor],
         some: Callable[[slice], Tensor] | None = None,
-        products: Callable[[int], Tensor | None] | None = None,
+        products: Callable[[int], ProductSum | None] | None = None,
     ) -> OuterRows:
         """With a right side that is made when it is first asked for: patches take many times the layer's input.
 
@@ -366,7 +381,7 @@ class OuterRows(MatrixRows):
         else:
             yield from map(some, chunks(self.shape[1], each, budget))
 
-    def right_products(self, budget: int) -> Float[Tensor, "groups width width"] | None:
+    def right_products(self, budget: int) -> ProductSum | None:
         """sum over n, t of right right^T where that is had without the right side, within the budget; else None."""
         products = vars(self).get("_products")
         return None if products is None else products(budget)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lapwing.linalg.budget import chunks
+from lapwing.linalg.rows import ProductSum
 from lapwing.tangent.convolution import windows
 
 Piece = tuple[int, int, int, int, int]
@@ -38,9 +39,9 @@ class Lines:
     pairs: dict[tuple[int, int], list[Piece]]
     out: int
 
-    @property
-    def pieces(self) -> set[Piece]:
-        return {piece for pieces in self.pairs.values() for piece in pieces}
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        return tuple(sorted({piece for pieces in self.pairs.values() for piece in pieces}))
 
     @property
     def count(self) -> int:
@@ -90,46 +91,88 @@ class Kernel:
         return 8 * self.groups * ((width + 1) ** 2 + len(plan.pieces) * (width // self.size[0]) ** 2)
 
 
-def patch_products(
-    images: Callable[[slice], Tensor], batch: int, channels: int, kernel: Kernel, ones: bool, like: Tensor, budget: int
-) -> Tensor:
-    """Padded images [n, C, *size] of some data points -> [K, I, I], I = C / K * prod(kernel), one more for a bias.
+@dataclass(eq=False)
+class PatchProducts(ProductSum):
+    """The sums for every piece, and along the edge for a bias: few numbers, put together when all batches are in."""
 
-    Those of a few data points at a time, whose lines fit the budget; `like` has the dtype of the sums.
-    """
+    kernel: Kernel
+    reverse: bool
+    """Whether the kernel is met in reverse, as that of a transposed convolution."""
+    pieces: Tensor
+    """[pieces, K, C * inner, C * inner]"""
+    edges: Tensor | None
+    """[kernel, K, C * inner], where there is a bias."""
+    points: int
+
+    @property
+    def bytes(self) -> int:
+        return self.pieces.numel() * self.pieces.element_size()
+
+    def add(self, other: ProductSum) -> bool:
+        """Takes the sums of other data points; False where their images have another size."""
+        assert isinstance(other, PatchProducts)
+        if (self.kernel, self.reverse, self.edges is None) != (other.kernel, other.reverse, other.edges is None):
+            return False
+        self.pieces += other.pieces
+        if self.edges is not None and other.edges is not None:
+            self.edges += other.edges
+        self.points += other.points
+        return True
+
+    def matrix(self) -> Tensor:
+        """[K, I, I], I = C / K * prod(kernel), one more for a bias."""
+        kernel, plan, ones = self.kernel, self.kernel.lines, self.edges is not None
+        high, inner, groups = kernel.size[0], prod(kernel.size[1:]), self.pieces.shape[1]
+        channels = self.pieces.shape[2] // inner
+        width, found = channels * high * inner, dict(zip(plan.pieces, self.pieces, strict=True))
+        out = self.pieces.new_empty(groups, width + ones, width + ones)
+        sides = (channels, high, inner)
+        apart = out[:, :width, :width].unflatten(2, sides).unflatten(1, sides)  # a view: [K, C, k, i, C, k', i']
+        for (k, other), pieces in plan.pairs.items():
+            block = torch.stack([found[piece] for piece in pieces]).sum(0) if len(pieces) > 1 else found[pieces[0]]
+            apart[:, :, other, :, :, k] = block.mT.unflatten(2, (channels, inner)).unflatten(1, (channels, inner))
+            apart[:, :, k, :, :, other] = block.unflatten(2, (channels, inner)).unflatten(1, (channels, inner))
+        if self.edges is not None:
+            edge = (
+                self.edges.transpose(0, 1).unflatten(2, (channels, inner)).transpose(1, 2).flatten(1)
+            )  # [K, (C, k, i)]
+            out[:, :width, width] = out[:, width, :width] = edge
+            out[:, width, width] = self.points * prod(kernel.positions)
+        return _turned(out, kernel.size, ones) if self.reverse else out
+
+
+def patch_products(
+    images: Callable[[slice], Tensor],
+    batch: int,
+    channels: int,
+    kernel: Kernel,
+    ones: bool,
+    like: Tensor,
+    budget: int,
+    reverse: bool = False,
+) -> PatchProducts:
+    """Of padded images [n, C, *size] of some data points, as `like`: a few at a time, whose lines fit the budget."""
     plan, groups, channels = kernel.lines, kernel.groups, channels // kernel.groups
     high, inner = kernel.size[0], prod(kernel.size[1:])
-    found = {piece: like.new_zeros(groups, channels * inner, channels * inner) for piece in plan.pieces}
-    edges = [like.new_zeros(groups, channels * inner) for _ in range(high)]
+    found = like.new_zeros(len(plan.pieces), groups, channels * inner, channels * inner)
+    edges = like.new_zeros(high, groups, channels * inner) if ones else None
     tall = kernel.stride[0] * plan.out + kernel.dilation[0] * (high - 1)
     each = tall * groups * channels * inner * prod(kernel.positions[1:]) * like.element_size()
     for points in chunks(batch, each, budget):
         part = images(points).to(like.dtype)
         made = {r: _lines(part, r, kernel) for r in plan.residues}
-        for piece, total in found.items():
+        for piece, total in zip(plan.pieces, found, strict=True):
             r, there, away, start, stop = piece
             left, right = made[r][:, :, start:stop], made[there][:, :, start + away : stop + away]
             total.baddbmm_(left.flatten(2), right.flatten(2).mT)
-        if ones:
+        if edges is not None:
             sums = {r: values.sum(-1) for r, values in made.items()}
             for edge, (r, a) in zip(edges, plan.starts, strict=True):
                 edge += sums[r][:, :, a : a + plan.out].sum(-1)
-    width = channels * high * inner
-    out = like.new_empty(groups, width + ones, width + ones)
-    sides = (channels, high, inner)
-    apart = out[:, :width, :width].unflatten(2, sides).unflatten(1, sides)  # a view: [K, C, k, i, C, k', i']
-    for (k, other), pieces in plan.pairs.items():
-        block = torch.stack([found[piece] for piece in pieces]).sum(0) if len(pieces) > 1 else found[pieces[0]]
-        apart[:, :, other, :, :, k] = block.mT.unflatten(2, (channels, inner)).unflatten(1, (channels, inner))
-        apart[:, :, k, :, :, other] = block.unflatten(2, (channels, inner)).unflatten(1, (channels, inner))
-    if ones:
-        edge = torch.stack(edges, 1).unflatten(2, (channels, inner)).transpose(1, 2).flatten(1)  # [K, (C, k, i)]
-        out[:, :width, width] = out[:, width, :width] = edge
-        out[:, width, width] = batch * prod(kernel.positions)
-    return out
+    return PatchProducts(kernel, reverse, found, edges, batch)
 
 
-def turned(found: Tensor, kernel: tuple[int, ...], ones: bool) -> Tensor:
+def _turned(found: Tensor, kernel: tuple[int, ...], ones: bool) -> Tensor:
     """The products for the kernel in reverse."""
     width = found.shape[-1] - ones
     order = torch.arange(width, device=found.device).unflatten(0, (-1, prod(kernel))).flip(1).flatten()

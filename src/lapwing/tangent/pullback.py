@@ -24,6 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from lapwing.linalg.budget import CACHE, chunks
 from lapwing.tangent.pushforward import ELEMENTWISE, NO_TASK, RESHAPES
 
 aten = torch.ops.aten
@@ -391,24 +393,40 @@ def _bmm(step: _Step) -> Passed:
 
 
 def _convolution(step: _Step) -> Passed:
-    """All cotangents as further data points; only the shape of the input matters."""
-    node, folded = step.node, step.values.flatten(0, 1)
-    shape = (len(folded), *step.shape()[1:])
-    like = folded if folded.shape == shape else folded.new_empty(shape)
-    values, _, _ = aten.convolution_backward(
-        folded, like, node._saved_weight, None, node._saved_stride, node._saved_padding, node._saved_dilation,
-        node._saved_transposed, node._saved_output_padding, node._saved_groups, [True, False, False],
-    )  # fmt: skip
+    """All cotangents as further data points, a few at a time; only the shape of the input matters."""
+    node, folded, shape = step.node, step.values.flatten(0, 1), step.shape()
+
+    def back(some: Tensor) -> Tensor:
+        like = some if some.shape[1:] == shape[1:] else some.new_empty(len(some), *shape[1:])
+        return aten.convolution_backward(
+            some, like, node._saved_weight, None, node._saved_stride, node._saved_padding, node._saved_dilation,
+            node._saved_transposed, node._saved_output_padding, node._saved_groups, [True, False, False],
+        )[0]  # fmt: skip
+
+    each = max(folded[0].numel(), prod(shape[1:])) * folded.element_size()
+    parts = list(chunks(len(folded), each, CACHE // 2))
+    if len(parts) == 1:
+        values = back(folded)
+    else:
+        values = folded.new_empty(len(folded), *shape[1:])
+        for part in parts:
+            values[part] = back(folded[part])
     return [values.unflatten(0, step.values.shape[:2]), None, None]
 
 
 def _max_pool(step: _Step) -> Passed:
-    node, read = step.node, step.node._saved_self
+    """To the largest entry of every window, at once where no entry is in two."""
+    node, read, chosen = step.node, step.node._saved_self, step.node._saved_result1
+    kernel, stride = node._saved_kernel_size, node._saved_stride
     out = step.values.new_empty(len(step.values), *read.shape)
+    if max(node._saved_dilation) == 1 and all(size <= by for size, by in zip(kernel, stride or kernel, strict=True)):
+        for into, values in zip(out.zero_().flatten(-2), step.values.flatten(-2), strict=True):
+            into.scatter_(-1, chosen.flatten(-2), values)
+        return [out]
     for into, values in zip(out, step.values, strict=True):
         aten.max_pool2d_with_indices_backward(
-            values.contiguous(), read, node._saved_kernel_size, node._saved_stride, node._saved_padding,
-            node._saved_dilation, node._saved_ceil_mode, node._saved_result1, grad_input=into,
+            values.contiguous(), read, kernel, stride, node._saved_padding, node._saved_dilation,
+            node._saved_ceil_mode, chosen, grad_input=into,
         )  # fmt: skip
     return [out]
 

@@ -28,7 +28,7 @@ from lapwing.tangent.convolution import (
     transposed_patches,
     weight_axes,
 )
-from lapwing.tangent.patch_products import Kernel, patch_products, turned
+from lapwing.tangent.patch_products import Kernel, PatchProducts, patch_products
 from lapwing.tangent.sources import Source, unrepeated
 from lapwing.tangent.uses import Broadcast, Contraction, Lookup, Use
 
@@ -253,13 +253,12 @@ def _convolution(call: Call, dims: int, transposed: bool) -> Use | None:
             return spread_out(part, kernel, stride, padding, extra, steps)
         return padded(part, padding, kernel, steps)
 
-    def products(ones: bool, like: Tensor, budget: int) -> Tensor | None:
+    def products(ones: bool, like: Tensor, budget: int) -> PatchProducts | None:
         steps = (1,) * dims if transposed else as_tuple(stride, dims)
         meets = Kernel(kernel, steps, as_tuple(dilation, dims), groups, positions)
         if not 0 < meets.needed(x.shape[1]) <= budget // 4:
             return None
-        found = patch_products(images, len(x), x.shape[1], meets, ones, like, min(CACHE, budget))
-        return turned(found, kernel, ones) if transposed else found
+        return patch_products(images, len(x), x.shape[1], meets, ones, like, min(CACHE, budget), reverse=transposed)
 
     def left(y: Tensor) -> Tensor:
         return channels_last(y.unsqueeze(1) if alone else y, groups)

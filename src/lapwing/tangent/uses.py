@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lapwing.linalg.autocast import outside_modes
 from lapwing.linalg.layout import MatrixLayout
-from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece
+from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece, ProductSum
 from lapwing.tangent.samples import SampleAxis
 from lapwing.tangent.sources import Alias, Derived, Source
 
@@ -102,8 +102,8 @@ class Contraction(Use):
     """y = x w + b in canonical axes. `split` and `perm` bring the weight to [K, O, I].
 
     `some` is `right` for some entries of the first axis of x, where there is one that runs through both.
-    `products` is the sum of right right^T over all positions, like a tensor and within a budget, where that can be had
-    without `right`.
+    `products` is the sum of right right^T over all positions, in parts, like a tensor and within a budget, where that
+    can be had without `right`.
     """
 
     weight: Source | None
@@ -116,7 +116,7 @@ class Contraction(Use):
     right: Callable[[bool], Tensor]
     left: Callable[[Tensor], Tensor]
     some: Callable[[bool, slice], Tensor] | None = None
-    products: Callable[[bool, Tensor, int], Tensor | None] | None = None
+    products: Callable[[bool, Tensor, int], ProductSum | None] | None = None
 
     @property
     def sources(self) -> list[Source]:
@@ -159,7 +159,7 @@ class Contraction(Use):
             found = _held(self.some(joint, points)).to(dtype)
             return replace(samples, batch=len(found)).split(found, lead=0, features=2)
 
-        def products(budget: int) -> Tensor | None:
+        def products(budget: int) -> ProductSum | None:
             assert self.products is not None
             return self.products(joint, left, budget)
 
