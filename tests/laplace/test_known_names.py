@@ -227,7 +227,7 @@ def test_a_backend_gives_the_curvature_of_its_name(kind: str, name: str) -> None
 
 @pytest.mark.parametrize("words", [("stochastic", "mc_samples"), ("stochastic", "num_samples"), ("mc", "mc_samples")])
 def test_the_sampled_fisher_takes_as_many_draws_as_it_is_told(words: tuple[str, str]) -> None:
-    """A draw of the target of one data point adds a matrix of rank one: with C = 5 classes, 1, 2 and at most 4."""
+    """A draw of the target of one data point adds a matrix of rank one, if the class is another: 1, 2 and 4 at most."""
     torch.manual_seed(0)
     model = nn.Linear(3, 5).double()
     x, y = data()[0][0][:1], torch.tensor([2])
@@ -235,8 +235,11 @@ def test_the_sampled_fisher_takes_as_many_draws_as_it_is_told(words: tuple[str, 
         options = {words[1]: draws, **({"stochastic": True} if words[0] == "stochastic" else {})}
         estimator = None if words[0] == "stochastic" else "mc"
         la = Laplace(model, "classification", "all", "full", estimator=estimator, backend_kwargs=options)
-        la.fit([(x, y)], generator=torch.Generator().manual_seed(0))
-        assert torch.linalg.matrix_rank(la.H, rtol=1e-9).item() == rank
+        found = set()
+        for seed in range(8):
+            la.fit([(x, y)], generator=torch.Generator().manual_seed(seed))
+            found.add(torch.linalg.matrix_rank(la.H, rtol=1e-9).item())
+        assert max(found) == rank
 
 
 ENUMS = [each for each in vars(utils).values() if isinstance(each, type) and issubclass(each, Enum)]
