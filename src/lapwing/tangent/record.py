@@ -290,7 +290,9 @@ class Recorder(TorchFunctionMode):
     def _use(self, func, args, kwargs, out, read: list[Tensor], name: str, onward: list[Key]) -> Use | None:
         use = None
         if isinstance(out, Tensor) and func in RULES and not out.is_complex():
-            use = RULES[func](Call(func, args, kwargs, out, self.source))
+            call = Call(func, args, kwargs, out, self.source)
+            use = RULES[func](call)
+            call.source = {}.get  # a rule of someone's that keeps the call has no way back to this record
         sources = [] if use is None else use.sources
         if use is None or len(sources) < len(read):  # a rule that leaves a parameter out accounts for none
             for missed in sorted(self._names(read)):

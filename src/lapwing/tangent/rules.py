@@ -35,7 +35,10 @@ from lapwing.tangent.uses import Broadcast, Contraction, Lookup, Use
 
 @dataclass
 class Call:
-    """One call as the recorder saw it. `source(t)` is where a tensor's parameters came from, None for data."""
+    """One call as the recorder saw it. `source(t)` is where a tensor's parameters came from, None for data.
+
+    What a rule keeps for later keeps what it needs of the call, and not the call, which holds the output.
+    """
 
     function: Callable
     args: tuple
@@ -313,9 +316,9 @@ def layer_norm(call: Call) -> Use | None:
     if not _data_only(call, bound):
         return None
     plain = bound | {key: None for key in ("weight", "bias") if key in bound}
-    name = call.function.__name__
+    function = call.function
     return _affine(
-        name, call, bound["weight"], bound.get("bias"), lambda p: tuple(p.shape), lambda: call.function(**plain)
+        function.__name__, call, bound["weight"], bound.get("bias"), lambda p: tuple(p.shape), lambda: function(**plain)
     )
 
 
@@ -325,12 +328,12 @@ def channel_norm(call: Call) -> Use | None:
     x = bound["input"]
     if not _data_only(call, bound) or x.dim() < 2:
         return None
-    plain = bound | {"weight": None, "bias": None}
+    plain, function = bound | {"weight": None, "bias": None}, call.function
 
     def view(parameter: Tensor) -> tuple[int, ...]:
         return (1, parameter.numel(), *(1,) * (x.dim() - 2))
 
-    return _affine(call.function.__name__, call, bound["weight"], bound["bias"], view, lambda: call.function(**plain))
+    return _affine(function.__name__, call, bound["weight"], bound["bias"], view, lambda: function(**plain))
 
 
 @rule(*methods("prelu"), F.prelu)
@@ -359,35 +362,35 @@ _PLAIN_SUM = frozenset(methods("add", "add_", "__add__", "__radd__", "__iadd__")
 def elementwise(call: Call) -> Use | None:
     """Any elementwise operation: the factor is its derivative in the parameter, entry by entry, taken by autograd."""
     terms = []
-    positional = list(call.args)
+    function, positional, named, shape = call.function, list(call.args), call.kwargs, call.out.shape
 
     def held(value: Any, graph: bool) -> Any:  # a copy where the operation would write into it
         if not isinstance(value, Tensor):
             return value
         value = value if graph else value.detach()
-        return value.clone() if call.function in IN_PLACE else value
+        return value.clone() if function in IN_PLACE else value
 
-    slots = [*((i, value) for i, value in enumerate(positional)), *call.kwargs.items()]
+    slots = [*((i, value) for i, value in enumerate(positional)), *named.items()]
     for slot, value in slots:
         if not isinstance(value, Tensor) or (source := call.source(value)) is None:
             continue
         source, view = unrepeated(source, value.shape)
-        if call.function in _PLAIN_SUM and "alpha" not in call.kwargs:
+        if function in _PLAIN_SUM and "alpha" not in named:
             terms.append((source, view, None))
             continue
 
         def factor(slot=slot, value=value) -> Tensor:
             graph = torch.is_grad_enabled()
             with torch.enable_grad():
-                point = value.detach().expand(call.out.shape).clone().requires_grad_()
-                moved = point.clone() if call.function in IN_PLACE else point
+                point = value.detach().expand(shape).clone().requires_grad_()
+                moved = point.clone() if function in IN_PLACE else point
                 args = [moved if i == slot else held(v, graph) for i, v in enumerate(positional)]
-                kwargs = {key: moved if key == slot else held(v, graph) for key, v in call.kwargs.items()}
-                out = call.function(*args, **kwargs).sum()
+                kwargs = {key: moved if key == slot else held(v, graph) for key, v in named.items()}
+                out = function(*args, **kwargs).sum()
                 return torch.autograd.grad(out, point, create_graph=graph)[0]
 
         terms.append((source, view, factor))
-    return Broadcast(getattr(call.function, "__name__", "elementwise").strip("_"), terms) if terms else None
+    return Broadcast(getattr(function, "__name__", "elementwise").strip("_"), terms) if terms else None
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)

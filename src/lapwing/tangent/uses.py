@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapwing.linalg.autocast import outside_modes
+from lapwing.linalg.budget import CACHE, chunks
 from lapwing.linalg.layout import MatrixLayout
 from lapwing.linalg.rows import DenseRows, LookupRows, OuterRows, Piece, ProductSum
 from lapwing.tangent.samples import SampleAxis
@@ -243,14 +244,11 @@ class Broadcast(Use):
 
 
 def _met(values: Float[Tensor, "r *out"], factor: Tensor, summed: list[int]) -> Tensor:
-    """values * factor, summed over some axes, which stay as 1: over the last ones, a product for each of the others."""
-    kept = values.dim() - len(summed)
-    last = kept > 1 and summed and summed == list(range(kept, values.dim())) and factor.shape == values.shape[1:]
-    if not last:
-        product = values * factor
-        return product.sum(summed, keepdim=True) if summed else product
-    rows = values.flatten(kept).movedim(0, -2)  # [*others, r, positions]
-    return (rows @ factor.flatten(kept - 1).unsqueeze(-1)).squeeze(-1).movedim(-1, 0)[(...,) + (None,) * len(summed)]
+    """values * factor, summed over some axes, which stay as 1: for a few cotangents at a time, in a cache."""
+    if not summed:
+        return values * factor
+    parts = chunks(len(values), values[0].numel() * values.element_size(), CACHE)
+    return torch.cat([(values[part] * factor).sum(summed, keepdim=True) for part in parts])
 
 
 @dataclass
