@@ -69,7 +69,7 @@ def left_over(run: Callable[[], object]) -> list[tuple[int, ...]]:
         gc.enable()
 
 
-@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag", "full", "gp"])
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag", "full", "gp", "propagated_diag"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_tensor_waits_for_the_search_for_cycles(name: str, structure: str) -> None:
     torch.manual_seed(0)

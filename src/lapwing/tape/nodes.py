@@ -6,6 +6,7 @@ output become variances of its inputs.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,9 +32,14 @@ class Value:
     shape: torch.Size
     dtype: torch.dtype
     parameter: str | None = None
-    node: Node | None = field(default=None, repr=False)
+    returned: weakref.ref[Node] | None = field(default=None, repr=False)
     origin: Value | None = field(default=None, repr=False)
     derived: bool = False
+
+    @property
+    def node(self) -> Node | None:
+        """Held by the tape: a value that held it too would be part of a cycle, which stays in memory for long."""
+        return None if self.returned is None else self.returned()
 
     @property
     def base(self) -> Value:

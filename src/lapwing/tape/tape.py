@@ -192,7 +192,8 @@ class TapeRecorder(TorchFunctionMode):
             if not tensor.requires_grad:
                 node.outs.append(None)
                 continue
-            value = Value(get_gradient_edge(tensor), tensor.shape, tensor.dtype, node=node, derived=derived)
+            edge = get_gradient_edge(tensor)
+            value = Value(edge, tensor.shape, tensor.dtype, returned=weakref.ref(node), derived=derived)
             if rule is not None and rule.entrywise and len(bases) == 1:
                 (base,) = bases
                 same = all(each.shape == tensor.shape for each in (base, *inputs.values()))
