@@ -169,6 +169,34 @@ ESTIMATE = (
 
 TANGENT = (
     Mutant(
+        "memory of cotangents that others still need is written to",
+        "tangent/pullback.py",
+        "free = len(given) == 1 and arriving.free(*given.values())",
+        "free = len(given) == 1",
+        ("tangent/test_pullback.py",),
+    ),
+    Mutant(
+        "windows of a pool that overlap are taken for ones that do not",
+        "tangent/pullback.py",
+        "all(size <= by for size, by",
+        "all(size >= by for size, by",
+        ("tangent/test_pullback.py",),
+    ),
+    Mutant(
+        "a convolution's cotangents of further data points are those of the first ones",
+        "tangent/pullback.py",
+        "values[part] = back(folded[part])",
+        "values[part] = back(folded[: part.stop - part.start])",
+        ("tangent/test_pullback.py",),
+    ),
+    Mutant(
+        "positions of further batches are missing from a convolution's input factor",
+        "tangent/patch_products.py",
+        "self.points += other.points",
+        "self.points += 0",
+        ("tangent/test_patch_products.py",),
+    ),
+    Mutant(
         "a piece of an image's lines that one pair of offsets does not meet is counted for it",
         "tangent/patch_products.py",
         "if a <= cut[0] and cut[1] <= a + out",
@@ -1606,8 +1634,8 @@ THIRD = (
     Mutant(
         "a parameter that is added with a factor counts as added without one",
         "tangent/rules.py",
-        'if call.function in _PLAIN_SUM and "alpha" not in call.kwargs:',
-        "if call.function in _PLAIN_SUM:",
+        'if function in _PLAIN_SUM and "alpha" not in named:',
+        "if function in _PLAIN_SUM:",
         (
             "tangent/test_corners.py",
             "tangent/test_recorder.py",
@@ -2161,8 +2189,8 @@ FOURTH = (
     Mutant(
         "what the scale of a channel normalisation is multiplied with has the shift added to it",
         "tangent/rules.py",
-        'plain = bound | {"weight": None, "bias": None}',
-        'plain = bound | {"weight": None}',
+        'plain, function = bound | {"weight": None, "bias": None}, call.function',
+        'plain, function = bound | {"weight": None}, call.function',
         ("tangent/test_corners.py",),
     ),  # seen as: rows of the weight of BatchNorm2d, GroupNorm with a trained bias (not 0): factor z + bias, not z
     # -- tape (4) -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from lapwing.tangent import Tangent
+from lapwing.tangent import Tangent, pullback
 from lapwing.tangent.pullback import RULES, pulled_back
 
 torch.manual_seed(7)
@@ -114,6 +114,10 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {  # of [2, 4, 6, 6]
     "group_norm": lambda z: F.group_norm(z, 2, FACTOR[:4], FACTOR[1:5]),
     "instance_norm": F.instance_norm,
     "max_pool": lambda z: F.max_pool2d(z, 2),
+    "max_pool with windows that overlap": lambda z: F.max_pool2d(z, 3, 2),
+    "max_pool with gaps": lambda z: F.max_pool2d(z, 2, 3, 1),
+    "max_pool of one image": lambda z: F.max_pool2d(z[0], (2, 3)),
+    "max_pool, channels last": lambda z: F.max_pool2d(z.to(memory_format=torch.channels_last), 2),
     "max_pool of all kinds": lambda z: F.max_pool2d(z, 3, 2, 1, 2, True),
     "max_pool1d": lambda z: F.max_pool1d(z.flatten(2), 3),
     "max_pool3d": lambda z: F.max_pool3d(z, 2),
@@ -163,6 +167,21 @@ def test_operations_on_vectors(name: str) -> None:
 @pytest.mark.parametrize("name", IMAGES)
 def test_operations_on_images(name: str) -> None:
     check(IMAGES[name], torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0)).double())
+
+
+@pytest.mark.parametrize("name", [name for name in IMAGES if name.startswith("conv")])
+def test_convolutions_a_few_data_points_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, back = [], pullback.aten.convolution_backward
+
+    def seen(some: Tensor, *rest: object) -> object:
+        sizes.append(len(some))
+        return back(some, *rest)
+
+    monkeypatch.setattr(pullback, "CACHE", 4 * 4 * 36 * 8)  # an image twice, in bytes, and that twice
+    monkeypatch.setattr(pullback.aten, "convolution_backward", seen)
+    check(IMAGES[name], torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0)).double())
+    assert len(sizes) > 1
+    assert sum(sizes) == 6
 
 
 def test_every_rule_is_met() -> None:
