@@ -176,6 +176,13 @@ TANGENT = (
         ("tangent/test_pullback.py",),
     ),
     Mutant(
+        "a cotangent is added to memory that the same operation has given to another of its inputs",
+        "tangent/pullback.py",
+        "            arriving.hold(values)\n    for",
+        "            pass\n    for",
+        ("tangent/test_pullback.py",),
+    ),
+    Mutant(
         "windows of a pool that overlap are taken for ones that do not",
         "tangent/pullback.py",
         "all(size <= by for size, by",

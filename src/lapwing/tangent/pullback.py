@@ -78,10 +78,19 @@ def _pass_on(node: Any, needed: tuple[bool, ...], given: dict[int, Tensor], arri
     """The cotangents of a node's outputs to what it reads."""
     rule = RULES.get(node.name(), _each)
     free = len(given) == 1 and arriving.free(*given.values())
-    passed = rule(_Step(node, given, needed, free))
-    for (below, number), need, values in zip(node.next_functions, needed, passed, strict=True):
-        if need and values is not None:
-            arriving.add(below, number, _fitted(values, below._input_metadata[number]))
+    passed = [
+        None if values is None or not need else _fitted(values, below._input_metadata[number])
+        for (below, number), need, values in zip(
+            node.next_functions, needed, rule(_Step(node, given, needed, free)), strict=True
+        )
+    ]
+    for values in passed:  # several may be one piece of memory, to which none is added before all are
+        if values is not None:
+            arriving.hold(values)
+    for (below, number), values in zip(node.next_functions, passed, strict=True):
+        if values is not None:
+            arriving.add(below, number, values)
+            arriving.release(values)
 
 
 def _in_order(first: Any, wanted: dict[Any, Any]) -> list[tuple[Any, tuple[bool, ...]]] | None:
@@ -124,7 +133,7 @@ class _Arriving:
         given = self.values.setdefault(node, {})
         before = given.get(number)
         if before is not None:
-            self.in_use[_memory(before)] -= 1
+            self.release(before)
             values = before.add_(values) if self.free(before) else before + values
         given[number] = values
         self.hold(values)
@@ -132,10 +141,13 @@ class _Arriving:
     def hold(self, values: Tensor) -> None:
         self.in_use[_memory(values)] += 1
 
+    def release(self, values: Tensor) -> None:
+        self.in_use[_memory(values)] -= 1
+
     def take(self, node: Any) -> dict[int, Tensor]:
         given = self.values.pop(node, {})
         for values in given.values():
-            self.in_use[_memory(values)] -= 1
+            self.release(values)
         return given
 
     def free(self, values: Tensor) -> bool:
