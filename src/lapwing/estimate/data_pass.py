@@ -156,7 +156,8 @@ class _Part:
     rows: tuple[int, ...] = ()
 
     def columns(self, likelihood: Likelihood, cotangents: Cotangents, generator: torch.Generator | None) -> Columns:
-        """Those that are drawn, of every batch on its own: they do not depend on which batches lie side by side."""
+        """Those that are drawn, of every batch on its own: where they go back in one chunk, they do not depend on which
+        batches lie side by side."""
         value, found = self.linearisation.value, []
         rows = () if repeatable(cotangents) else self.rows
         pairs = zip(value.split(rows), self.y.split(rows), strict=True) if rows else [(value, self.y)]

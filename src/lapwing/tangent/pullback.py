@@ -205,12 +205,15 @@ Rule = Callable[[_Step], Passed]
 
 
 def _each(step: _Step) -> Passed:
-    """The node itself, for one cotangent after the other."""
+    """The node itself, for one cotangent after the other.
+
+    In the usual order of memory: torch's kernel of instance_norm is wrong for one image whose channels are last.
+    """
     count = len(next(iter(step.given.values())))
     numbers = range(len(step.node._input_metadata))
     out: list[Tensor | None] = [None] * len(step.needed)
     for r in range(count):
-        passed = step.node(*[step.given[k][r] if k in step.given else None for k in numbers])
+        passed = step.node(*[step.given[k][r].contiguous() if k in step.given else None for k in numbers])
         for j, values in enumerate(passed if isinstance(passed, tuple) else (passed,)):
             if values is None or not step.needed[j]:
                 continue
@@ -275,7 +278,7 @@ def _signed(saved: int) -> int:
 
 
 def _axis(saved: int, dims: int) -> int:
-    return _signed(saved) % dims
+    return _signed(saved) % max(1, dims)
 
 
 def _selected(step: _Step) -> Passed:
@@ -287,7 +290,8 @@ def _selected(step: _Step) -> Passed:
 def _sliced(step: _Step) -> Passed:
     out, node = step.zeros(), step.node
     axis = _axis(node._saved_dim, out.dim() - 1)
-    part = slice(_signed(node._saved_start), _signed(node._saved_end), node._saved_step)
+    start, end = (None if at is None else _signed(at) for at in (node._saved_start, node._saved_end))
+    part = slice(start, end, node._saved_step)
     out[(slice(None),) * (1 + axis) + (part,)] = step.values
     return [out]
 
@@ -329,7 +333,7 @@ def _averaged(step: _Step) -> Passed:
 
 def _spread(step: _Step, values: Tensor) -> Tensor:
     shape = step.shape()
-    if not getattr(step.node, "_saved_keepdim", False):
+    if shape and not getattr(step.node, "_saved_keepdim", False):
         kept = getattr(step.node, "_saved_dim", None)
         dims = sorted(_axis(dim, len(shape)) for dim in kept) if kept else range(len(shape))
         for dim in dims:
@@ -415,7 +419,7 @@ def _convolution(step: _Step) -> Passed:
             node._saved_transposed, node._saved_output_padding, node._saved_groups, [True, False, False],
         )[0]  # fmt: skip
 
-    each = max(folded[0].numel(), prod(shape[1:])) * folded.element_size()
+    each = max(prod(folded.shape[1:]), prod(shape[1:])) * folded.element_size()
     parts = list(chunks(len(folded), each, CACHE // 2))
     if len(parts) == 1:
         values = back(folded)
@@ -429,9 +433,10 @@ def _convolution(step: _Step) -> Passed:
 def _max_pool(step: _Step) -> Passed:
     """To the largest entry of every window, at once where no entry is in two."""
     node, read, chosen = step.node, step.node._saved_self, step.node._saved_result1
-    kernel, stride = node._saved_kernel_size, node._saved_stride
+    kernel, stride = node._saved_kernel_size, node._saved_stride or node._saved_kernel_size
+    sizes, steps = ((given * 2)[:2] for given in (kernel, stride))  # one number stands for both
     out = step.values.new_empty(len(step.values), *read.shape)
-    if max(node._saved_dilation) == 1 and all(size <= by for size, by in zip(kernel, stride or kernel, strict=True)):
+    if max(node._saved_dilation) == 1 and all(size <= by for size, by in zip(sizes, steps, strict=True)):
         for into, values in zip(out.zero_().flatten(-2), step.values.flatten(-2), strict=True):
             into.scatter_(-1, chosen.flatten(-2), values)
         return [out]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import getattr_static
 from operator import attrgetter
 from typing import Any
 
@@ -63,6 +64,10 @@ class Event:
     dependent: bool
 
 
+HOOKED = frozenset({Tensor.register_hook, getattr_static(Tensor, "grad_fn").__get__})
+"""Calls after which a hook may be part of the way back: a tensor's, or that of a node, which is asked for first."""
+
+
 @dataclass
 class Record:
     """What a forward pass left: events in order, and the parameters no rule covers, with the operation at fault.
@@ -70,8 +75,8 @@ class Record:
     `routed` says that data were put in an order that depends on them before a parameter was used (experts that see some
     of the rows, rows sorted by length): which rows belong to which data point is then another matter in every batch.
 
-    `watched` says that hooks of the model's are part of the way back, a tensor's or those of what operations keep
-    (checkpoints): only autograd calls them.
+    `watched` says that hooks of the model's may be part of the way back, a tensor's, a node's of the graph, or those of
+    what operations keep (checkpoints): only autograd calls them.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -187,7 +192,7 @@ class Recorder(TorchFunctionMode):
         if plain is None:
             with self:
                 return inlined(func)(*args, **kwargs)
-        if func is Tensor.register_hook or kept_by_hooks() is not None:
+        if func in HOOKED or kept_by_hooks() is not None:
             self.record.watched = True
         name, kind = traits(func)
         if kind is REFUSABLE:
