@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -214,6 +216,49 @@ def test_every_rule_is_met() -> None:
         "SafeSoftmaxBackward0",
     }
     assert set(RULES) - met - elementwise - spare == set()
+
+
+SQUARES: list[Callable[[Tensor, Tensor], Tensor]] = [  # of [5, 5] each
+    lambda a, b: a + b,
+    lambda a, b: a - b,
+    lambda a, b: a * b,
+    lambda a, b: a + b.t(),
+    lambda a, b: a @ b,
+    lambda a, b: torch.cat([a, b], 1)[:, 2:7],
+    lambda a, b: torch.stack([a, b]).sum(0),
+    lambda a, b: torch.maximum(a, b),
+    lambda a, b: a.tanh(),
+    lambda a, b: a.relu() + b,
+    lambda a, b: a.softmax(1),
+    lambda a, b: a.flip(0).view(25).view(5, 5),
+    lambda a, b: a[:, :1].expand(5, 5) - b[0],
+]
+STEPS = st.lists(st.tuples(st.integers(0, len(SQUARES) - 1), *[st.integers(-3, -1)] * 2), min_size=1, max_size=8)
+
+
+@given(STEPS, st.integers(0, 8), st.booleans())
+@settings(max_examples=200)
+def test_any_graph(steps: list[tuple[int, int, int]], other: int, keep: bool) -> None:
+    """Ways around ways around, tensors used again and again, parts that overlap: whose memory may be written to?"""
+    values = [torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).double().requires_grad_() * 1.5]
+    for number, first, second in steps:
+        values.append(SQUARES[number](values[max(first, -len(values))], values[max(second, -len(values))]))
+    places, output = [values[0], values[min(other, len(values) - 1)]], values[-1].tanh() + values[-1]
+    cotangents = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(1)).double()
+    before, found = cotangents.clone(), {}
+
+    def take(number: int, given: Tensor) -> bool:
+        found[number] = given if keep else given.clone()
+        return keep
+
+    expected = [torch.autograd.grad(output, places, u, retain_graph=True, allow_unused=True) for u in cotangents]
+    assert pulled_back(output, [get_gradient_edge(place) for place in places], cotangents, take)
+    for number, grads in enumerate(zip(*expected, strict=True)):
+        if grads[0] is None:
+            assert number not in found
+        else:
+            torch.testing.assert_close(found[number], torch.stack(grads), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(cotangents, before, rtol=0, atol=0)
 
 
 def test_what_is_kept_stays_and_what_is_not_may_be_written_over() -> None:
