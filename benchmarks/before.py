@@ -54,8 +54,8 @@ def measured(root: Path, name: str, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", nargs="?", default="6eff82b")
-    parser.add_argument("--turns", type=int, default=5, help="processes of either commit for a network")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the best is taken, in each process")
+    parser.add_argument("--turns", type=int, default=6, help="processes of either commit for a network")
+    parser.add_argument("--rounds", type=int, default=10, help="of which the best is taken, in each process")
     parser.add_argument("--child", choices=list(NETWORKS))
     arguments = parser.parse_args()
     if arguments.child:
