@@ -15,8 +15,10 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
+from lapwing.estimate.data_pass import JOINED
 from lapwing.estimate.dual_rows import LIMIT
 from lapwing.estimate.leading_eigenpairs import GRAM_ROWS, OVERSAMPLING, PASSES
+from lapwing.linalg.budget import CACHE
 from lapwing.linalg.dense import LARGE
 
 
@@ -108,22 +110,35 @@ def _pass(counts: Counts, work: Work, cotangents: int, budget: int, predicts: bo
     work.peak = max(work.peak, _passing(counts, cotangents, budget, predicts))
 
 
+def _joined(counts: Counts, structure: str) -> Counts:
+    """With small batches side by side, as fits of diagonals and Kronecker factors take them (`data_pass.JOINED`)."""
+    often = {"diag": 1, "kron": 2, "ekfac": 2}.get(structure, 0)
+    first = next((layer for layer in counts.layers if layer.kind == "matrix"), None)
+    if counts.closed or not often or first is None:
+        return counts
+    each = counts.item * (first.cols * first.positions + 3 * counts.entries)
+    together = min(counts.batches, often * JOINED // (each * counts.batch))
+    return replace(counts, batch=counts.batch * max(1, together))
+
+
 def _passing(counts: Counts, cotangents: int, budget: int, predicts: bool) -> float | int:
     """Bytes of a batch on its way: its graph, a chunk of cotangents at every layer, and the inputs at all positions.
 
-    A fit takes an eighth of the budget for a chunk, and copies factors before they are multiplied.
+    A fit sends a few back at a time, or as many as a twelfth of the budget holds (decision 0023).
     """
     graph = counts.graph * counts.batch
     if counts.closed:
         return graph
     one = counts.entries * counts.item * counts.batch
-    at_once = max(1, min(cotangents, (budget if predicts else budget // 8) // max(1, 3 * one)))
+    at_once = max(1, min(cotangents, max(4, budget // 12 // max(1, one))))
+    if predicts:
+        at_once = max(1, min(cotangents, budget // max(1, 3 * one)))
     patches = sum(
         counts.batch * layer.positions * layer.groups * layer.cols * counts.item
         for layer in counts.layers
         if layer.kind == "matrix" and layer.positions > 1
     )
-    return graph + (1.3 * at_once * one + patches if predicts else 2.2 * at_once * one + 2 * patches)
+    return graph + 1.3 * at_once * one + min(patches, 2 * CACHE)  # patches are made for a few data points at a time
 
 
 def _factor_products(counts: Counts, work: Work, options: Mapping[str, Any]) -> None:
@@ -189,7 +204,7 @@ def fit_work(structure: str, counts: Counts, options: Mapping[str, Any], budget:
         work.calls = counts.batches * 60 * len(counts.layers)
         work.kept, work.peak = item * p, item * p + 3 * counts.graph * counts.batch
         return work
-    _pass(counts, work, counts.columns, budget)
+    _pass(_joined(counts, structure), work, counts.columns, budget)
     rows = min(counts.rows, counts.batch * counts.columns)
     if structure in ("kron", "ekfac"):
         _factor_products(counts, work, options)
@@ -253,7 +268,7 @@ def fit_work(structure: str, counts: Counts, options: Mapping[str, Any], budget:
             along = sum(layer.size * layer.positions for layer in counts.layers)
             work.small += 2 * PASSES * 4 * counts.points * along * wide
             work.small += 2 * PASSES * 4 * counts.points * counts.columns * counts.entries * wide
-        work.products += 80 * p * wide**2  # tall and narrow, and in float64
+        work.products += 60 * p * wide**2  # tall and narrow, and in float64
         work.peak += 4 * 8 * p * wide
     return work
 

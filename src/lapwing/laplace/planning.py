@@ -115,7 +115,8 @@ def counted(
     short = best(lambda: tangent.at(few), device, rounds=1)
     size = max(min(FEW_SAMPLES, batch), min(batch, int(TIMED * min(FEW_SAMPLES, batch) / max(short, 1e-9))))
     x, y = take(x, slice(0, size)), y[:size] if isinstance(y, Tensor) and y.dim() else y
-    graph, linear = _graph_bytes(tangent, x)
+    graph = _graph_bytes(tangent, x)
+    linear: Any = tangent.at(x)
     forward = best(lambda: tangent.at(x), device) / size
     value = linear.value
     columns = value.shape[1:].numel()
@@ -150,8 +151,8 @@ def _layer(piece: Piece) -> Layer:
     return Layer("vector", sum(stop - start for start, stop in piece.segments), 1)
 
 
-def _graph_bytes(tangent: AnyTangent, x: Any) -> tuple[int, Any]:
-    """What the graph of a forward pass keeps, parameters and inputs left out; and the linearisation."""
+def _graph_bytes(tangent: AnyTangent, x: Any) -> int:
+    """What the graph of a forward pass keeps, parameters and inputs left out."""
     known = {t.untyped_storage()._cdata for t in (*tangent.parameters.values(), *tensors(x))}
     held: dict[int, int] = {}
 
@@ -163,7 +164,7 @@ def _graph_bytes(tangent: AnyTangent, x: Any) -> tuple[int, Any]:
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         linear = tangent.at(x)
-    return sum(held.values()) + linear.value.numel() * linear.value.element_size(), linear
+    return sum(held.values()) + linear.value.numel() * linear.value.element_size()
 
 
 def points_of(loader: Iterable[Any]) -> int:
