@@ -130,9 +130,8 @@ def _passing(counts: Counts, cotangents: int, budget: int, predicts: bool) -> fl
     if counts.closed:
         return graph
     one = counts.entries * counts.item * counts.batch
-    at_once = max(1, min(cotangents, max(4, budget // 12 // max(1, one))))
-    if predicts:
-        at_once = max(1, min(cotangents, budget // max(1, 3 * one)))
+    most = budget // max(1, 3 * one) if predicts else max(4, budget // max(1, 12 * one))
+    at_once = max(1, min(cotangents, most))
     patches = sum(
         counts.batch * layer.positions * layer.groups * layer.cols * counts.item
         for layer in counts.layers

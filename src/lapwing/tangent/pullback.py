@@ -6,8 +6,8 @@
 
 Autograd goes back with one cotangent at a time, or with all of them under `vmap`, which copies what operations keep
 as often as there are cotangents. Here the graph's nodes are walked with all cotangents in one tensor, in the order of
-autograd, on what the nodes have kept. None where the graph has something that is not torch's own, and the caller goes
-autograd's way.
+autograd, on what the nodes have kept. Where the graph has something that is not torch's own nothing is done, and the
+caller goes autograd's way.
 
 >>> import torch
 >>> x = torch.tensor([[1.0, -2.0]], requires_grad=True)
